@@ -135,6 +135,16 @@ INLINE enum range range_of(const struct call *call, const struct part *part) {
 
 /* ---- queries ---- */
 
+/* Return the product of two rows of `width` numbers, a multiple of 16, with 16 partial sums in float64. */
+INLINE double dot(const float *a, const float *b, int64_t width) {
+    double sum[16] = {0};
+    for (int64_t d = 0; d < width; d += 16)
+        for (int l = 0; l < 16; l++) sum[l] += (double)a[d + l] * b[d + l];
+    for (int half = 8; half; half /= 2)
+        for (int l = 0; l < half; l++) sum[l] += sum[l + half];
+    return sum[0];
+}
+
 /* Write lse and delta = o·dO - dlse of a head's queries. An lse of +inf marks a query that sees no key: its
    probabilities are 0. */
 INLINE void read_sums(const struct call *call, const struct part *part, struct sums *own, enum range range,
@@ -147,13 +157,11 @@ INLINE void read_sums(const struct call *call, const struct part *part, struct s
         float *o = own->row, *dout = o + width, lse, dlse = 0;
         read_row(o, part->o.at + head * part->o.head + query * part->o.row, type, call->value_dim);
         read_row(dout, part->dout.at + head * part->dout.head + query * part->dout.row, type, call->value_dim);
-        floats sum = splat(0);
-        for (int64_t d = 0; d < width; d += LANES) sum = multiply_add(load_floats(o + d), load_floats(dout + d), sum);
         memcpy(&lse, part->lse.at + head * part->lse.head + query * part->lse.row, sizeof lse);
         if (part->dlse.at) memcpy(&dlse, part->dlse.at + head * part->dlse.head + query * part->dlse.row, sizeof dlse);
-        float delta = lane_sum(range == LARGE ? within_range(sum) / LANES : sum);
+        double delta = dot(o, dout, width);
         if (range == LARGE) {
-            delta = within_range(splat(delta * LANES))[0];
+            delta = delta > MOST ? MOST : delta < -MOST ? -MOST : delta;
             lse = lse == -inf ? lse : within_range(splat(lse))[0];
         }
         if (lse == -inf)
@@ -162,7 +170,7 @@ INLINE void read_sums(const struct call *call, const struct part *part, struct s
             delta -= dlse;
         if (part->dsinks) dsink -= __builtin_exp((double)part->sinks[head] - lse) * delta;
         own->lse[row + i] = lse;
-        own->delta[row + i] = delta;
+        own->delta[row + i] = (float)delta;
     }
     if (part->dsinks) part->dsinks[head] += dsink;
 }

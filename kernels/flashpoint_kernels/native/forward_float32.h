@@ -10,6 +10,7 @@ struct scratch {
     struct keys keys[2];
     float *q;                 /* (rows, dim); dimensions are `padded` */
     float *o;                 /* (rows, value_dim), of this chunk */
+    float *of_block;          /* (TALL, value_dim): the block's part of o, if values are read in place */
     float *most, *sum;        /* (rows): the largest score and the sum of this chunk; sum is valid after `end_chunk` */
     floats *sums;             /* (rows, SUMS): partial sums, which `end_chunk` adds up */
     float *alpha;             /* (rows): the factor of o in this block */
@@ -27,6 +28,7 @@ INLINE void place(struct scratch *own, struct memory *memory, const struct call 
     const int64_t tall = (rows + STRIP - 1) / STRIP * STRIP + 16; /* vectors over rows may end beyond the last row */
     own->q = take(memory, number * tall * dim);
     own->o = take(memory, number * tall * value_dim);
+    own->of_block = take(memory, number * TALL * value_dim);
     own->most = take(memory, number * tall);
     own->sum = take(memory, number * tall);
     own->sums = take(memory, number * tall * 16);
@@ -172,19 +174,23 @@ NOINLINE void multiply_keys(const struct scratch *own, const float *q, float *s,
     }
 }
 
-/* Multiply each row of o, up to WIDE vectors wide, by its factor `alpha`, and add the sum of values weighted by p. */
+/* Add the sum of values weighted by p to rows of o, up to WIDE vectors wide: see `tile`. */
 NOINLINE void add_values(float *o, int64_t width, const float *p, const float *values, int64_t step, int64_t count,
-                         const float *alpha, int64_t rows, int64_t vectors) {
-    tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, RESCALE, rows, vectors);
+                         const float *alpha, enum start start, int64_t rows, int64_t vectors) {
+    if (start == RESCALE)
+        tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, RESCALE, rows, vectors);
+    else if (start == WRITE)
+        tile_of_any(o, width, p, BLOCK, 1, values, step, count, 0, WRITE, rows, vectors);
+    else
+        tile_of_any(o, width, p, BLOCK, 1, values, step, count, 0, CONTINUE, rows, vectors);
 }
 
 INLINE int64_t vectors_at(int64_t at, int64_t width) { return lesser(width - at, PANEL) / LANES; }
 
-/* Do the same as `add_values` for up to TALL rows, but read the values at their place in the caller's tensor. Prefetch
-   the values of `next`, unless it is null. */
+/* Multiply up to TALL rows of o by `alpha`, and add the sum of values weighted by p, as `add_values` with RESCALE does,
+   but read the values at their place in the caller's tensor. Prefetch the values of `next`, unless it is null. */
 INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t width,
                                 int64_t rows) {
-    static const float ones[TALL] = {1, 1, 1, 1, 1, 1};
     for (int64_t first = keys->from / GROUP * GROUP; first < keys->to; first += GROUP) {
         const struct group *group = keys->groups + first / GROUP;
         const int64_t from = greater(first, keys->from), to = lesser(first + GROUP, keys->to);
@@ -194,10 +200,14 @@ INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, co
             if (low < high) prefetch_rows(soon->v + (low - first) * soon->v_step, soon->v_step, high - low, 4 * width);
         }
         for (int64_t at = 0; at < width; at += PANEL)
-            add_values(own->o + at, width, own->s + from, (const float *)(group->v + (from - first) * group->v_step) + at,
-                       group->v_step / 4, to - from, first <= keys->from ? own->alpha : ones, rows,
-                       vectors_at(at, width));
+            add_values(own->of_block + at, width, own->s + from,
+                       (const float *)(group->v + (from - first) * group->v_step) + at, group->v_step / 4, to - from, 0,
+                       first <= keys->from ? WRITE : CONTINUE, rows, vectors_at(at, width));
     }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t at = r * width; at < (r + 1) * width; at += LANES)
+            store_floats(own->o + at,
+                         multiply_add(load_floats(own->o + at), splat(own->alpha[r]), load_floats(own->of_block + at)));
 }
 
 /* Correct the products of a row that overflowed: they are infinite or NaN although the query and the key are finite. */
@@ -388,7 +398,7 @@ INLINE void take_block(const struct call *call, const struct task *task, const s
                 if (hull.low < hull.high)
                     add_values(own->o + (first + r) * width + at, width, own->s + r * BLOCK + hull.low,
                                own->values + hull.low * width + at, width, hull.high - hull.low, own->alpha + first + r,
-                               lesser(count - r, TALL), vectors_at(at, width));
+                               RESCALE, lesser(count - r, TALL), vectors_at(at, width));
             }
         for (int64_t r = 0; r < count && infinite; r++)
             add_infinite(call, task, own, keys, head, first + r, own->s + r * BLOCK);

@@ -13,11 +13,12 @@
 #define PANEL (WIDE * LANES)       /* keys of a panel: row d of a panel has element d of each of its keys */
 #define GROUP 16                   /* keys whose addresses are found together */
 
-/* How a product changes c: it replaces c, it is added to c at the end, or its sum begins with c times a factor. */
-enum start { WRITE, ADD, RESCALE };
+/* How a product changes c: it replaces c, is added to c, is added to c times a factor, or is the rest of a product whose
+   first terms c has. Only with CONTINUE does the chain of additions begin with c: long chains round more. */
+enum start { WRITE, ADD, RESCALE, CONTINUE };
 
-/* Compute one tile: c (rows, vectors·LANES) = a b, a b + c, or factor c + a b. a[r, n] is at a + r·a_row + n·a_step;
-   the strides of rows of b (depth, columns) and c are b_row and c_row floats. `start`, `rows` and `vectors` are
+/* Compute one tile: c (rows, vectors·LANES) = a b, a b + c, a b + factor c, or c + a b. a[r, n] is at a + r·a_row +
+   n·a_step; the strides of rows of b (depth, columns) and c are b_row and c_row floats. `start`, `rows` and `vectors` are
    compile-time constants. */
 INLINE void tile(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
                  int64_t depth, const float *factor, const enum start start, const int rows, const int vectors) {
@@ -26,7 +27,7 @@ INLINE void tile(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int w = 0; w < vectors; w++) {
-            sum[r * vectors + w] = start == RESCALE ? load_floats(c + r * c_row + w * LANES) * factor[r] : splat(0);
+            sum[r * vectors + w] = start == CONTINUE ? load_floats(c + r * c_row + w * LANES) : splat(0);
         }
 #pragma GCC unroll 2
     for (int64_t n = 0; n < depth; n++) {
@@ -45,7 +46,10 @@ INLINE void tile(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t
 #pragma GCC unroll 4
         for (int w = 0; w < vectors; w++) {
             float *to = c + r * c_row + w * LANES;
-            store_floats(to, start == ADD ? sum[r * vectors + w] + load_floats(to) : sum[r * vectors + w]);
+            floats x = sum[r * vectors + w];
+            if (start == ADD) x = x + load_floats(to);
+            if (start == RESCALE) x = multiply_add(load_floats(to), splat(factor[r]), x);
+            store_floats(to, x);
         }
 }
 
