@@ -22,17 +22,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
-    """Return the device, the machine's load, the versions of `packages`, the commit and the date."""
+    """Return the device, the machine's load, the versions of `packages`, the commit and the date.
+
+    For a CPU, `kernels` names the kernels in C that compute bfloat16, such as c-avx2: processors of one name differ.
+    """
     # Imported here, because a process of calls.py imports the packages of another commit.
     from flashpoint_kernels.dispatching.machine import cpu_name, version_of
 
-    name = cpu_name()
-    if device != "cpu":
+    if device == "cpu":
+        from flashpoint_kernels import native
+
+        machine = {"device": cpu_name(), "kernels": native.names().get("bfloat16")}
+    else:
         from flashpoint_kernels.timing.device import device_name  # this imports torch
 
-        name = device_name(device)
+        machine = {"device": device_name(device)}
     return {
-        "device": name,
+        **machine,
         "cores": os.cpu_count(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),

@@ -57,8 +57,9 @@ def made_on(made: Result, *packages: str) -> str:
     """Return the machine of a result, its load, the packages' versions, the date and the commit."""
     load = f"load average {round(made['load_average'][0], 2)} at the start"
     versions = (f"{name} {made[name]}" for name in packages)
+    device = f"{made['device']} ({made['kernels']})" if made.get("kernels") else made["device"]
     return ", ".join(
-        [made["device"], f"{made['cores']} cores", load, *versions, made["date"][:10], f"commit {made['commit'][:10]}"]
+        [device, f"{made['cores']} cores", load, *versions, made["date"][:10], f"commit {made['commit'][:10]}"]
     )
 
 
