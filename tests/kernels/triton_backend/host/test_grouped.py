@@ -38,14 +38,19 @@ def test_mixed_requests_in_one_launch_equal_each_alone(seed: int, count: int, fe
         plain = {"layout": rng.choice(["bhsd", "bshd", "thd"]), "causal": rng.random() < 0.5, **features}
         if features:
             plain |= {"dropout_seed": rng.getrandbits(63), "window": rng.choice([(-1, -1), (9, 3)])}
-        requests.append((drawn_request(rng, n, plain), Options(**plain, return_lse=True)))
+        tensors = drawn_request(rng, n, plain)
+        if features and n % 2:
+            heads = tensors["q"].shape[2 if plain["layout"] == "bshd" else 1]
+            tensors["sinks"] = torch.linspace(-1, 1, heads).to(DEVICE)
+        requests.append((tensors, Options(**plain, return_lse=True)))
     grouped = run_forward(requests)
     for at, (request, answer) in enumerate(zip(requests, grouped, strict=True)):
         assert not any(t.isnan().any() for t in answer.values())
         (alone,) = run_forward([request])
         assert all(torch.equal(answer[name], alone[name]) for name in answer), at
         do = torch.randn(answer["o"].shape, generator=torch.Generator().manual_seed(at)).to(DEVICE)
-        gradients.append(({**request[0], **answer, "do": do}, request[1]))
+        grads = ("dq", "dk", "dv", *(("dsinks",) if "sinks" in request[0] else ()))
+        gradients.append(({**request[0], **answer, "do": do}, replace(request[1], grads=grads)))
     for at, (request, answer) in enumerate(zip(gradients, run_backward(gradients), strict=True)):
         assert not any(t.isnan().any() for t in answer.values())
         (alone,) = run_backward([request])
