@@ -180,8 +180,8 @@ class Queries(NamedTuple):
 class KeysAndValues(NamedTuple):
     """The keys and values that a block of queries reads: as Keys, or in the backward as Rows.
 
-    `pages` are their Pages; 0 without pages. With a block mask `listed` is the block's list of tiles (see blocks.py),
-    otherwise 0.
+    `pages` are the Pages of the forward; 0 in the backward, which has no pages. With a block mask `listed` is the
+    block's list of tiles (see blocks.py), otherwise 0.
     """
 
     k: Any

@@ -60,18 +60,17 @@ def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, he
 
 @triton.jit
 def pages_of(t, C: tl.constexpr):
-    """Return the Pages of the sequence in row `t` of the table; 0 without pages.
+    """Return the Pages of the sequence in row `t` of the table; without pages, all fields are 0.
 
     A loop over tiles needs them before it begins: Triton loads a tile ahead only if its address needs one other load.
     """
+    numbers, size, inverse, pool = 0, 0, 0, 0
     if C.PAGED:
+        numbers = tl.load(t + col.PAGES).to(tl.pointer_type(tl.int32))
         size = tl.load(t + col.PAGE_SIZE).to(tl.uint32)
         inverse = tl.full([], 0xFFFFFFFF, tl.uint32) // size
-        numbers = tl.load(t + col.PAGES).to(tl.pointer_type(tl.int32))
-        pages = Pages(numbers=numbers, size=size, inverse=inverse, pool=tl.load(t + col.POOL).to(tl.int32))
-    else:
-        pages = 0
-    return pages
+        pool = tl.load(t + col.POOL).to(tl.int32)
+    return Pages(numbers=numbers, size=size, inverse=inverse, pool=pool)
 
 
 @triton.jit
