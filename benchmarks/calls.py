@@ -1,17 +1,17 @@
 """Time calls of the library in two commits: `python benchmarks/calls.py [launch-overhead] --beside CHECKOUT`.
 
-CHECKOUT is a checkout of another commit with compiled kernels. Calls here and in CHECKOUT alternate; each checkout has
-its own process, with the same Python and packages. Only the fastest call of a turn counts, because other programs
-disturb it least. A row has the median time of each checkout over the rounds, and the median ratio of the two times.
+CHECKOUT is a checkout of another commit with compiled kernels. Each checkout has its own process, with the same Python
+and packages. In each round, both make many calls, one checkout after the other; only the fastest call counts, because
+other programs disturb it least. A row has each checkout's median over the rounds, and the median ratio of the times.
 
 By default, it times `flashpoint_kernels.attention` on the CPU at (1,8,N,D), without and with the gradient, for each
 dtype, D and N. Target: no call takes more than 5% longer here than in CHECKOUT. Writes cpu-calls-<cpu>.json in some
 minutes.
 
 `launch-overhead` times the host part of a call on a GPU, without a GPU: the code of `backend="triton"` up to the
-driver's launch. Triton looks up the compiled kernel and stops there, and tensors are on the CPU. The times do not
-contain the driver, the copy to the device, pinned memory for this copy, or the path for plain calls on the CPU. Writes
-launch-overhead-<cpu>.json.
+driver's launch. Triton looks up the compiled kernel and stops there, and tensors are on the CPU. The shortcut for plain
+calls on a CPU is disabled, because a GPU has none. The times do not contain the driver, the copy to the device, or
+pinned memory for this copy. Writes launch-overhead-<cpu>.json.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def listening(log: int) -> int | None:
 
 def ready(port: int) -> bool:
     with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=10):
-        return True  # a status that is not 200 raises HTTPError, which is an OSError
+        return True  # the status of an error raises HTTPError, which is an OSError
     return False
 
 

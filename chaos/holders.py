@@ -54,7 +54,10 @@ class Holder(Caller):
         return self.call(self.ask)
 
     def ask(self) -> str:
-        """Send the request. Return the code of a refusal, or "" if the answer is right and the request is complete."""
+        """Send the request. Return the status and code of a refusal, such as "429 queue_full".
+
+        Return "" if the request is complete and its answer is right, or is the expected refusal.
+        """
         request = self.request
         assert request is not None
         connection = self.connected()

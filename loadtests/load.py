@@ -20,7 +20,8 @@ from locustfile import KINDS
 from benchmarks.record import percentile
 
 PERIOD = 1.0  # seconds between the calls of a caller in an open loop; a longer call counts as a failure
-SETTLE = 2.5 * PERIOD  # seconds before counting: every caller connects, and takes its place in the period
+# Seconds before counting: each caller connects, and makes its first call after a random 1 to 2 periods.
+SETTLE = 2.5 * PERIOD
 WARM = 0.5  # seconds before a closed loop counts calls
 
 logging.getLogger("locust").setLevel(logging.ERROR)  # hides a warning that many callers start at once

@@ -37,7 +37,7 @@ SLACK = {
     "descriptors": (1.25, 4.0),
     "threads": (1.0, 0.0),
 }
-LATENCY = (1.5, 5.0)  # allowed growth of the median: a factor, and milliseconds
+LATENCY = (1.5, 5.0)  # allowed growth of the median: to 1.5 times the first value, plus 5 ms
 
 
 def main() -> int:

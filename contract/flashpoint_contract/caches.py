@@ -79,7 +79,7 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The checked values of CACHE_OPTIONS in a call. Raises ProblemError."""
+    """The checked values of CACHE_OPTIONS in a call."""
 
     caches: tuple[str, ...]
     layer: int = 0
@@ -87,7 +87,7 @@ class CacheOptions:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> CacheOptions:
-        """Return the options about caches in a JSON object."""
+        """Return the options about caches in a JSON object. Raises ProblemError."""
         errors = []
         caches, layer, at = (options.get(name, row.default) for name, row in CACHE_OPTIONS.items())
         if not (_listed(caches) and caches and all(isinstance(one, str) for one in caches)):

@@ -15,7 +15,10 @@ _TWIN = re.compile(r"asynchronous\((\w+)\.(\w+)\)")
 
 
 class Completed(griffe.Extension):
-    """Takes the docstrings of functions and classes, and the signatures of twins, from the imported objects."""
+    """Takes docstrings that decorators complete from the imported objects.
+
+    Each method `asynchronous(Class.method)` gets the signature and docstring of that blocking method.
+    """
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         self._complete(func)

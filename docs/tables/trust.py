@@ -105,7 +105,7 @@ PARTS = {
 
 @by_machine("gpu-image")
 def gpu_image(result: Result) -> str:
-    """Return the parts of the image for GPUs, and the steps of its build."""
+    """Return the sizes of the parts of the image for GPUs, and the steps of its build that took 10 s or more."""
     left, rows = dict(result["packages"]), []
     for part, pattern in PARTS.items():
         own = [name for name in left if re.match(pattern, name)]

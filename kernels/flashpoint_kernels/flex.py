@@ -295,7 +295,7 @@ class _Tiled(torch.autograd.Function):
 
 
 class _TiledGradient(torch.autograd.Function):
-    """The autograd function with outputs dq, dk, dv and captured tensors' gradients, without a second derivative."""
+    """Computes dq, dk, dv and the gradients of captured tensors. A second derivative raises RuntimeError."""
 
     @staticmethod
     def forward(

@@ -50,7 +50,7 @@ _ABSOLUTE = {"float16": {"o": 4 * 2.0**-10, "grad": 8 * 2.0**-10}, "bfloat16": {
 class TensorErrors:
     """The distance of one tensor from float64. If both have the same infinity, or both NaN, the error is 0."""
 
-    max_abs: float  # inf if exactly one of the two is NaN or infinite
+    max_abs: float  # inf if an element is NaN or infinite in one of the two, and not the same in the other
     max_rel: float  # max_abs over the largest float64 value
     rms: float  # over values that are finite in both tensors, like cosine
     cosine: float

@@ -66,7 +66,7 @@ def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
 
 @pytest.mark.slow
 def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
-    """The commands of the systemd unit start, reload and stop a server. They run without systemd, on a free port."""
+    """The systemd unit's commands start and reload a server, and SIGTERM stops it. The test needs no systemd."""
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(UNIT)

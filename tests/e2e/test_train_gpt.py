@@ -127,5 +127,5 @@ def test_the_page_says_what_was_measured():
     worst = float(re.search(r"was at most (\S+) from ours in 300 steps", page)[1])
     assert worst == float(f"{apart(curves['local'], curves['sdpa']):.1e}")
     assert [len(losses) for losses in curves.values()] == [300] * 3
-    assert curves["served"] == curves["local"]  # "the same to the bit"
+    assert curves["served"] == curves["local"]  # docs/torch.md says "the same to the bit"
     assert document["backend"] == "tiled"

@@ -104,7 +104,8 @@ def test_one_head(shape: tuple[int, ...], layout: str) -> None:
 def test_packed_sequences() -> None:
     q, k = normal(7, 2, 8), normal(9, 2, 8, seed=1)
     cu = {"cu_seqlens_q": [0, 3, 7]}
-    first, second = torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7, 8])  # of sequences [0, 4) and [4, 9)
+    # Each part has keys of both sequences, whose keys are [0, 4) and [4, 9).
+    first, second = torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7, 8])
     parts = [
         attention(q, k[keys], k[keys], layout="thd", cu_seqlens_k=ends, return_lse=True, **cu)
         for keys, ends in ((first, [0, 2, 4]), (second, [0, 2, 5]))

@@ -1,4 +1,4 @@
-"""Handwritten HTTP requests, and the answers until the connection ends."""
+"""Send handwritten HTTP requests, and read all answers until the server closes the connection."""
 
 import contextlib
 import http.client

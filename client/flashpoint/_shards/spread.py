@@ -73,7 +73,7 @@ Steps: TypeAlias = Generator[Round, list[Any], T]
 
 
 class Spread:
-    """The parts of a cache, and the length of each layer."""
+    """A cache that is spread over servers: its parts, one for each `span` tokens, and the length of each layer."""
 
     def __init__(self, urls: Sequence[str], options: Mapping[str, Any]) -> None:
         shape = service.plain(dict(options))
@@ -175,7 +175,7 @@ class Spread:
     def _writing(
         self, layer: int, place: int, asks: Mapping[int, PartCall], reading: Sequence[PartCall] = ()
     ) -> Steps[list[Any]]:
-        """Make the calls of parts that write from `place` on, and of parts that only read. Return all results."""
+        """Make the calls `asks`, which write from `place` on, and `reading`, which only read. Return all results."""
         torn = {(part, layer) for part in asks}
         self._unsure |= torn
         self.lengths[layer] = place

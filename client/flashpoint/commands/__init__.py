@@ -1,1 +1,1 @@
-"""The application of the command line, and the commands that judge and measure. They need the extra `cli`."""
+"""The command-line application, and the commands that judge and time kernels. They need the extra `cli`."""

@@ -103,7 +103,7 @@ def _with_feature(problem: Problem, name: str) -> Problem:
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    """Return the thread's processor time for a call, after one warm-up call."""
+    """Return the smallest processor time of the thread, in `_REPEATS` calls after a warm-up call."""
     call()
     taken = []
     for _ in range(_REPEATS):

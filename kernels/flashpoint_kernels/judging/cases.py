@@ -229,7 +229,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
-    """Return cases such that each pair of values of two axes occurs in one of them.
+    """Return cases in which each pair of values of two different axes occurs together.
 
     Without `quick`, each triple of values of the axes heads, causal, lengths and dims also occurs. `takes` are the
     options that the function accepts; `unlike_dims`: whether D and Dv may differ.

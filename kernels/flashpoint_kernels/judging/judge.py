@@ -215,7 +215,10 @@ class _Judgement:
             self.outcomes.append(failed)
 
     def cases(self, only: Mapping[str, Any] | None) -> tuple[list[Case], bool]:
-        """Return the cases to judge, and whether to test relations as well."""
+        """Return the cases to judge, and whether to test relations between calls (see relations.py).
+
+        An example of a relation: a repeated call has the same bits. Relations are tested only without `only`.
+        """
         takes = self.trial.signature.options
         listed = cases.listed(self.seed, quick=self.quick, takes=takes, unlike_dims=True)
         if only is not None and "seed" in only and "values" in only:

@@ -227,7 +227,7 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _ended(self) -> EndedError:
-        """Return the reason why the process ended."""
+        """Stop the process if it still runs, and return the reason why it ended, as an error to raise."""
         said = ""
         if self.output is not None:
             self.output.seek(-min(os.fstat(self.output.fileno()).st_size, _TAIL), os.SEEK_END)

@@ -262,7 +262,7 @@ def draw(case: Any) -> dict[str, Tensor]:
     if kind:
         size = {"": (b, hq, n, m), "keys": (b, 1, 1, m), "heads": (1, hq, n, m)}[form]
         mask = torch.rand(size, generator=g) < 0.7
-        mask[..., 0] = True  # every row sees a key: only causal cases test rows without keys
+        mask[..., 0] = True  # the mask hides no whole row: causal and window cases have rows without keys
         tensors["attn_mask"] = mask if kind == "bool" else normal(*size).mul_(2).masked_fill(~mask, -math.inf).to(to)
     if "alibi_slopes" in case.extras:
         tensors["alibi_slopes"] = torch.exp2(-8.0 * torch.arange(1, hq + 1) / hq)

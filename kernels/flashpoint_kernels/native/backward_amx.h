@@ -73,7 +73,8 @@ INLINE void copy_rows(char *to, const char *from, int64_t step, int64_t dim, int
     memset(to, 0, 2 * (rows - count) * width);
 }
 
-/* Write the columns of rows (rows, width) as tiles of a, one for each STRIP of rows and each 16 columns. */
+/* Transpose the matrix `rows`, (count, width), into tiles for the left operand of a product of tiles: one tile for each
+   STRIP of rows and each 16 columns. */
 NOINLINE void tiles_of_columns(char *to, const char *rows, int64_t width, int64_t count) {
     char pairs[TILE_BYTES];
     for (int64_t i = 0; i < count; i += STRIP)

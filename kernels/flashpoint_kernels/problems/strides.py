@@ -22,7 +22,7 @@ def empty_like(t: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
 
 
 def laid_like(answer: Tensor, t: Tensor) -> Tensor:
-    """Return the answer with t's order of strides: unchanged, or copied if t's columns are not innermost."""
+    """Return the answer with t's order of strides: unchanged, or a copy if t's last dimension is not innermost."""
     if t.is_contiguous() or t.shape[-1] == 1 or (order := _order(t))[-1] == t.ndim - 1:
         return answer
     return torch.empty_permuted(answer.shape, order, dtype=answer.dtype, device=answer.device).copy_(answer)

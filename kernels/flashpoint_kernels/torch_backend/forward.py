@@ -158,7 +158,7 @@ def steps(t: Tensor, head: int) -> ByteSteps:
 
 
 def mask_of(problem: Problem) -> Tensor | None:
-    """Return the caller's mask as a canonical view that the kernels can read, or None without one."""
+    """Return the caller's mask in canonical dimensions, in a form that the kernels read; None without a mask."""
     t = problem.tensors.get("attn_mask")
     return None if t is None else problem.canonical("attn_mask", readable_mask(t))
 

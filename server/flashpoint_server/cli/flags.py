@@ -36,7 +36,7 @@ _FILE_HELP = {
 
 
 def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
-    """Add --config, --env-file and a flag for each setting to `command`. It receives a `Sourced` as `sourced`."""
+    """Add --config, --env-file and a flag for each setting to `command`. Its argument `sourced` gets the settings."""
     hints = typing.get_type_hints(command, include_extras=True)
     of_command = [each for each in inspect.signature(command).parameters.values() if each.name != "sourced"]
     flags = _flags()

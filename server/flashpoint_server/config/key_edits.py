@@ -53,7 +53,8 @@ def remove(path: Path, name: str) -> None:
 def rotate(path: Path, name: str, digest: str) -> None:
     """Give a key a new hash; the present one becomes `previous_sha256`.
 
-    Raises ValueError, as `remove` does, and if the key has a previous one already.
+    Raises ValueError if the key has a previous one already, and if the file has no such key, is not valid or cannot be
+    written.
     """
     with _table(path, name) as (real, before, entry):
         if entry.previous_sha256 is not None:
@@ -65,7 +66,10 @@ def rotate(path: Path, name: str, digest: str) -> None:
 
 
 def retire(path: Path, name: str) -> None:
-    """Remove the previous hash of a key. Raises ValueError, as `remove` does, and if the key has none."""
+    """Remove the previous hash of a key.
+
+    Raises ValueError if the key has none, and if the file has no such key, is not valid or cannot be written.
+    """
     with _table(path, name) as (real, before, entry):
         if entry.previous_sha256 is None:
             raise ValueError(f"{name} has no previous key in {path}: draw a new one first with --rotate")

@@ -35,7 +35,7 @@ M = TypeVar("M", bound=BaseModel)
 
 SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls with caches or saved forwards
 _SHORT = 512  # maximum characters of options whose checked form is cached
-_NUMBER = 25  # maximum bytes of a float and its comma, for example -1.2345678806304932e-05
+_NUMBER = 25  # upper bound for the bytes of a float and its comma; those of -1.2345678806304932e-05 are 24
 
 
 class RequestPlan(NamedTuple):

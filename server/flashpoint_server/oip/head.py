@@ -66,7 +66,7 @@ class Output(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An output of the answer. Its bytes follow the answer's JSON if `binary`, or go to `shared` memory."""
+    """An output of the answer: numbers in the JSON, or bytes behind it (`binary`), or in `shared` memory."""
 
     name: str
     binary: bool

@@ -39,7 +39,7 @@ def solve(handler):
 
 @pytest.fixture
 def servers():
-    """Yield three scripted servers that answer 100 requests with `solve`. A test may put other steps before these."""
+    """Yield three scripted servers that answer 100 requests each by `solve`. A test may put other steps first."""
     with contextlib.ExitStack() as stack:
         results = []
         for _ in range(3):

@@ -1,4 +1,7 @@
-"""With a block mask, scores are computed in cells: their flags agree with their scores, and each is computed once."""
+"""Cells (cells.py) are the parts of a score matrix that are computed with a block mask.
+
+The flags of a cell agree with the masks of its scores, and each visible cell is computed once.
+"""
 
 import numpy as np
 import torch

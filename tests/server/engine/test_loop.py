@@ -25,7 +25,7 @@ def pool():
 
 @pytest.fixture
 def step(gated):
-    """Close the gate at which the second part of a request step-… waits; yield its file; open it after the test."""
+    """Close the gate at which second parts of requests step-… wait; yield the gate; open it after the test."""
     gate = gated.gate("step")
     gate.unlink(missing_ok=True)
     yield gate

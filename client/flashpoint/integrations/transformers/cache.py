@@ -210,7 +210,9 @@ class RemoteCache(Cache):
             o = self._attend(update, forward, q, mask, causal, window, options)
         except BaseException as error:
             self.drop_forward()
-            if update.forward is not None:  # this layer shares the keys of another layer; the forward may have ended
+            # A layer that uses the keys of an earlier layer may fail after all layers have been written. The history
+            # then already contains this forward: undo it.
+            if update.forward is not None:
                 self.history = update.forward.before
             if _is_lost(error):
                 raise self._lost(error) from error

@@ -132,9 +132,9 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
     """Store o and lse of one work item and head.
 
     Grid: work items × `heads`, the launch's largest number of query heads, or if packed, of key/value heads. table
-    (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; lists: see blocks.py. Parts of problems
-    that are split over keys are stored in part_o (slots, heads, BLOCK_M, BLOCK_DV) and part_lse (slots, heads,
-    BLOCK_M), float32.
+    (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32, or with a block mask (n, ITEM + 1);
+    lists: see blocks.py. Parts of problems that are split over keys are stored in part_o (slots, heads, BLOCK_M,
+    BLOCK_DV) and part_lse (slots, heads, BLOCK_M), float32.
     """
     item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     nth = tl.program_id(0) % heads

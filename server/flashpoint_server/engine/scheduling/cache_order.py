@@ -55,7 +55,7 @@ class CacheQueue(Generic[U]):
         return ready
 
     def waiting(self, unwanted: Callable[[U], bool]) -> list[U]:
-        """Return the waiting calls that are `unwanted`."""
+        """Return the waiting calls for which `unwanted` returns true."""
         return [call for call in self._waiting if unwanted(call)]
 
     def _first(self, call: U) -> bool:

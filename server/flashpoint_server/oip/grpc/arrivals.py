@@ -6,10 +6,11 @@ While gRPC delivers a message, two more copies of it exist; memory for them is r
 heap, which keeps freed memory: it counts as used until it is returned to the system. Not counted are the first 64 KiB
 of a message, which arrive before the call reads, and gRPC's buffers: up to 1 MiB for each connection with a message.
 
-    waiting → reading → stored (message, then answer) → released       reading → refused ("makes way")
+While a call waits for memory, a message that is being read can be refused; it then makes way. This is the newest of
+several after `QUICK` seconds, so that large messages do not delay a small one for long, and the oldest if it is slower
+than `RATE`.
 
-While a call waits for memory, a message that is being read can be refused ("make way"): the newest of several after
-`QUICK` seconds, so that large messages do not delay a small one for long, and the oldest if it is slower than `RATE`.
+    waiting → reading → stored (message, then answer) → released       reading → refused (makes way)
 """
 
 from __future__ import annotations

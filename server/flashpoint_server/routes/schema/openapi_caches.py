@@ -51,7 +51,7 @@ _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum
 
 
 class CacheRow(NamedTuple):
-    """An operation: its models, the error codes beside those of all operations, and an example of invalid_request."""
+    """An operation: its models, its error codes beyond those of all operations, an example of invalid_request."""
 
     method: str
     path: str

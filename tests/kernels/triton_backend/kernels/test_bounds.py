@@ -17,7 +17,7 @@ CASES = [*itertools.product((0, 5, 17), (7, 9, 30), (-3, 0, 4), (0, 2, 1 << 30),
 
 @triton.jit
 def both(cases, out, RANGE: tl.constexpr):
-    """Write the result of RANGE, two numbers, for each of `cases`, whose rows are its six arguments."""
+    """Call RANGE with the six arguments in each row of `cases`, and write its two results to `out`."""
     p = cases + tl.program_id(0) * 6
     lo, hi = RANGE(tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3), tl.load(p + 4), tl.load(p + 5))
     tl.store(out + tl.program_id(0) * 2, lo)
