@@ -48,7 +48,8 @@ def near(draw, paths):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_near_the_corpus_is_refused_or_survives_the_way_back(name):
-    @settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])  # no time limits: the machine may be busy
+    # No time limits: the machine may be busy.
+    @settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(near(CORPUS[name]))
     def check(data):
         bounded(TARGETS[name], data, TIMELESS)
