@@ -10,7 +10,7 @@ if DEVICE == "cpu":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ignore JAX's warning about forks. Guarded processes are forks, and another test may have imported JAX."""
+    """Ignore JAX's warning about forks: `preexec_fn` in suites.py forks, and another test may have imported JAX."""
     for item in items:
         if "tests/benchmarks/" in item.path.as_posix():
             item.add_marker(pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"))

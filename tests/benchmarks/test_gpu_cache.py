@@ -81,7 +81,7 @@ def test_a_part_that_is_cut_off_or_leads_elsewhere_harms_nothing(tmp_path: Path)
 
 @pytest.mark.slow
 def test_triton_compiles_nothing_that_was_brought_along(tmp_path: Path) -> None:
-    """Compile a kernel for an absent GPU, pack its cache, unpack it elsewhere, and ask for the kernel again."""
+    """Compile a kernel for an absent GPU, pack its cache, unpack it elsewhere, and load the kernel from there."""
 
     def fill(folder: Path) -> None:
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

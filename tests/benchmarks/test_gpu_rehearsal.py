@@ -135,7 +135,7 @@ def test_no_measured_row_is_lost_whenever_the_command_is_killed(
 
 
 def unrecorded(rehearsal: Rehearsal, seed: int) -> Counter[str]:
-    """Count the measurements that ended without a row. Only the last one may: its row precedes the next measurement."""
+    """Count measurements that ended without a row. Only the last may: a row is written before the next one begins."""
     recorded = {row["key"] for row in rehearsal.rows}
     noted = rehearsal.noted
     missing = Counter(key for what, key in noted if what == "end" and key not in recorded)

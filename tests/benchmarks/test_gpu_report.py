@@ -135,7 +135,7 @@ def test_a_whole_record_makes_every_section(tmp_path: Path) -> None:
 
 
 def test_a_partial_record_says_what_is_there(tmp_path: Path) -> None:
-    """Rows of our kernels count only if measured with the newest sources; rows of peers count in any case."""
+    """Rows of our kernels count only if measured with the newest sources; rows of other libraries always count."""
     rows = rows_of("first")
     ours = [row for row in rows if row["key"].endswith(" triton")]
     peers = [row for row in rows if row["key"].endswith(" sdpa_cudnn")]

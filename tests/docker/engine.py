@@ -114,7 +114,7 @@ class Engine:
         return False
 
     def provide(self, name: str, *, wheels: bool) -> str:
-        """Make a base image available, and return a word on its source. Raises UnavailableError if that is impossible.
+        """Make a base image available; return its source in words. Raises UnavailableError if that is impossible.
 
         With `wheels`, pip in a stand-in also searches a copy of this machine's package folder (PIP_FIND_LINKS).
         """

@@ -83,7 +83,7 @@ class Calls(RuleBasedStateMachine):
         return (next(iter(ended.values())), list(ended)) if ended else None
 
     def refused(self, answer, problem, caches=None):
-        """Check an error answer. The first `caches` ids were in the field `caches`, and the others in `free`."""
+        """Check an error answer. The request's field `caches` had the first `caches` ids (or all), `free` the rest."""
         code, named = problem
         assert answer.json["code"] == code, answer
         fields = [f"caches.{n}" if caches is None or n < caches else f"free.{n - caches}" for n in named]

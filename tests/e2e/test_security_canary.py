@@ -35,7 +35,7 @@ def checked(answer):
 
 @pytest.fixture(autouse=True)
 def left_behind(server):
-    """Fill each memory slot that a test may get with `CANARY`, by requests that end in different ways."""
+    """Send requests that end in different ways, so that each memory slot that a test may get contains `CANARY`."""
     body = canaries()
     for cut in (len(body) // 3, len(body) - 1):
         with send(server, body[:cut], length=len(body)):

@@ -51,7 +51,7 @@ async def attack(port: int, cases: Iterable[Case], expected: bytes) -> Report:
 async def _try(port: int, case: Case, expected: bytes, report: Report, last: bool) -> bool:
     """Send a case, and add its answers and errors to `report`.
 
-    Return False, and add nothing, if the case must be sent again because it was sent too slowly; not at the `last` try.
+    Return False, and add nothing, if the case was sent too slowly and must be sent again. The `last` try always counts.
     """
     clock = asyncio.get_running_loop().time
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

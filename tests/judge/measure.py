@@ -1,4 +1,4 @@
-"""Judge the corpus and write which were caught, named and blamed: python -m tests.judge.measure [--quick] [NAME…]."""
+"""Judge the corpus; write each kernel's verdict and causes: python -m tests.judge.measure [--quick] [NAME…]."""
 
 from __future__ import annotations
 

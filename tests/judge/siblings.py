@@ -274,7 +274,7 @@ def unwritten_tail(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Ten
 
 @wrong("race", "nondeterministic")
 def order_of_sums(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """In float32, bits of the output differ from call to call, as if parts were added in the order of their ends."""
+    """In float32, bits of the output differ between calls, as if partial sums were added in the order of arrival."""
     o = _right(q, k, v, causal)
     return o * (1 + 2.0**-23 * (torch.rand(()) < 0.5)) if o.dtype == torch.float32 else o
 
@@ -313,7 +313,7 @@ def no_dv_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor
 
 @wrong("exception", "crash")
 def raises_at_some(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Large numbers raise an error, in shapes that the function takes with other numbers."""
+    """Large values of q or k raise an error, although the function accepts other values in the same shapes."""
     if bool((q.abs() > 200).any()) or bool((k.abs() > 200).any()):
         raise RuntimeError("scores are too large")
     return _right(q, k, v, causal)

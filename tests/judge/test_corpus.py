@@ -48,13 +48,13 @@ def test_a_right_kernel_is_not_blamed(name):
 
 
 def _thirds(names: list[str]) -> list[Any]:
-    """Return parameters for these names: every third is marked slow (CI), the others full (the wide sweep)."""
+    """Return a pytest parameter for each name: every third is marked slow (run by CI), the others full (wide sweep)."""
     return [pytest.param(name, marks=pytest.mark.full if n % 3 else pytest.mark.slow) for n, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("name", _thirds([n for n in RIGHT if n not in (*QUICK_RIGHT, "ours")]))
 def test_each_right_kernel_is_not_blamed(name):
-    """No right kernel is called wrong on one shape in all types; `python -m tests.judge.measure` judges all cases."""
+    """On one shape, in all types, no right kernel is judged wrong; `python -m tests.judge.measure` runs all cases."""
     report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, seed=2)
     assert report.verdict in ("right", "imprecise"), report.lines()
 

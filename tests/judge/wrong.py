@@ -409,7 +409,7 @@ class clipped_gradient(Tiled):
 
 @wrong("skipped-weights")
 class skipped_weights(Tiled):
-    """dS takes weights below 1e-3 as 0."""
+    """dS is computed as if weights below 1e-3 were 0."""
 
     def ds(self, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
         return super().ds(p.where(p >= 1e-3, 0.0), dp, delta)

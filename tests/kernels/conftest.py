@@ -1,4 +1,4 @@
-"""Fixtures for kernel tests. Interpreted runs use a faster version of Triton's interpreter, and one of Gluon."""
+"""Fixtures for kernel tests. Interpreted runs use a faster version of Triton's interpreter and one for Gluon."""
 
 import ctypes
 import subprocess

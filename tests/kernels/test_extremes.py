@@ -138,7 +138,7 @@ def test_an_edge_gives_the_documented_answer(backend, name, dtype):
         check(word, answer, backend, actual[answer], t, case)
 
 
-# With fewer keys than a vector has elements, a backend may compute the maximum in another loop
+# With fewer keys than a vector has elements, a backend may compute the maximum in another loop, which may lose NaN.
 
 
 INTERPRETED_KEYS = {9: [], 1: [pytest.mark.slow], 8: [pytest.mark.slow]}

@@ -29,7 +29,7 @@ def registered() -> None:
 
 
 def gpt_oss() -> Any:
-    """Return gpt-oss with both experts active: rounding must not change the choice. Eager experts take float64."""
+    """Return gpt-oss with both experts active, as rounding could change a choice. Eager experts accept float64."""
     model = small_models.gpt_oss(num_experts_per_tok=2)
     model.set_experts_implementation("eager")
     return model

@@ -11,9 +11,9 @@ from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, check, name_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
-# Other cases run the same kernel code as these.
+# These are marked slow, because other cases run the same kernel code.
 REPEATED = ({"mask": "heads"}, {"dims": (64, 64)})
-# With these options the interpreter takes one sequence: the kernel code for the batch strides is always the same.
+# Interpreted tests of these options use one sequence: the kernel code for batch strides is the same with all of them.
 ONE_SEQUENCE = ("dtype", "band", "softcap", "alibi", "sinks", "dropout", "group", "dims")
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
 HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]

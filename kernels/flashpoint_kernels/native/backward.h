@@ -256,7 +256,7 @@ INLINE void differentiate(const struct call *call, const struct part *part, cons
     const float softcap = (float)call->softcap, scale = (float)call->scale, factor = (float)(1 / call->keep);
     const int64_t position = block->position;
     const floats lse = splat(sums->lse[place]), delta = splat(sums->delta[place]);
-    const floats rounding = absolute(lse) * 0x1p-20f; /* a larger score means that lse belongs to other tensors */
+    const floats rounding = absolute(lse) * 0x1p-20f; /* score - lse is larger only if lse is of other tensors */
     const char *mask = part->mask.at ? part->mask.at + head * part->mask.head + query * part->mask.row : 0;
     char *dmask = part->dmask.at ? part->dmask.at + head * part->dmask.head + query * part->dmask.row : 0;
     const char *blocks = 0;

@@ -473,7 +473,7 @@ INLINE void begin_strip(const struct call *call, const struct task *task, const 
 }
 
 /* Add a block to the softmax of all rows, strip by strip. The next strip's products are computed between the
-   exponentials of this one, so that both units of the processor work. */
+   exponentials of this one, so that the processor's tile unit and vector unit work at the same time. */
 INLINE void take_strips(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                         const struct block *block, const int tiles) {
     const int64_t strip = tiles * QUERIES, all = own->tiles_of_queries;

@@ -32,7 +32,7 @@ class Run(NamedTuple):
 class SharedPrefix:
     """Sequences whose first keys are the same; `tails` are the positions where their own keys begin.
 
-    A run of some rows follows all runs of more rows that include these rows.
+    In `runs`, a run of some rows comes after all runs of more rows that include these rows.
     """
 
     rows: Sequence[Rows]

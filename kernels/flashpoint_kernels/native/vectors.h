@@ -422,7 +422,7 @@ INLINE float lane_max(floats a) {
 }
 
 /* A row's sum has 16 partial sums with every instruction set, so that the order of additions does not depend on LANES.
-   SUMS: the vectors of these partial sums. */
+   SUMS: the number of vectors for these partial sums. */
 #define SUMS (16 / LANES)
 
 INLINE float sum_of_16(const floats *a) {

@@ -28,7 +28,7 @@ def test_wrong_answers_say_where_and_why() -> None:
 
 @pytest.mark.parametrize("length", [4, 16])
 def test_an_answer_that_nobody_wrote_is_not_explained_by_small_numbers(length: int) -> None:
-    """An o of exact zeros is not explained by counted padding: a tile of mostly padded keys gives an o of almost 0."""
+    """An o of exact zeros is not explained by padding keys that count in the softmax, which give an o of almost 0."""
     t = {n: x for n, x in qkv(1, 2, length, length, 8).items() if n != "do"}
     report = verify(t, Options(causal=True), answers={"o": torch.zeros_like(t["v"])})
     assert [(cause.code, cause.text) for cause in report.causes] == [

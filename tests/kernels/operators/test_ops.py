@@ -22,7 +22,8 @@ from tests.support.kernels.solving import normal, qkv
 FORWARD = torch.ops.flashpoint.attention.default
 BACKWARD = torch.ops.flashpoint.attention_backward.default
 FORWARD_ONLY = ("pages", "8 bits")
-OF_BACKWARD = [n for n, name in enumerate(FORWARD_TENSORS) if name in BACKWARD_TENSORS]  # their arguments' positions
+# The positions, among the forward's arguments, of the tensors that the backward takes.
+OF_BACKWARD = [n for n, name in enumerate(FORWARD_TENSORS) if name in BACKWARD_TENSORS]
 DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 
 
@@ -106,7 +107,7 @@ def of_backward(given: list[Any]) -> list[Any]:
 
 
 def test_the_cases_have_every_option_and_tensor() -> None:
-    # The operators always return o, lse and all gradients.
+    # The operators always return o, lse and all gradients, so no case has the two options that select outputs.
     assert {f.name for f in fields(Options)} - OPTION_NAMES == {"return_lse", "grads"}
     assert {name for make, _ in CASES.values() for name in make()} == set(FORWARD_TENSORS)
 

@@ -108,7 +108,7 @@ def test_a_call_that_no_pause_covers_is_timed_with_its_host(
 def test_the_median_is_known_by_order_statistics() -> None:
     assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few times: their whole range
     many = [100 + (n % 10) for n in range(1000)]
-    assert 0 < uncertainty(many) < 0.01  # the values of 31 ranks on each side of the middle differ by 1 or 2 in 100
+    assert 0 < uncertainty(many) < 0.01  # values 31 ranks below and above the median differ by about 1 %
     assert uncertainty([5.0] * 10) == 0
     assert uncertainty([1.0] * 50 + [1000.0] * 3) == 0  # a few delayed calls do not matter
 

@@ -87,7 +87,7 @@ def test_strided_and_packed_tensors_have_the_same_bits() -> None:
     packed = {n: x.transpose(0, 1).reshape(4, -1) if n == "lse" else x.flatten(0, 1) for n, x in transposed.items()}
     edges = {f"cu_seqlens_{name}": torch.tensor([0, 90, 180]) for name in "qk"}
     ragged = backward("torch", packed | edges, causal=True, layout="thd")
-    columns = {n: x if n == "lse" else x.mT.contiguous().mT for n, x in t.items()}  # rows with strides
+    columns = {n: x if n == "lse" else x.mT.contiguous().mT for n, x in t.items()}  # elements of a row are not adjacent
     for name, grad in expected.items():
         assert torch.equal(strided[name].transpose(1, 2), grad)
         assert torch.equal(ragged[name].view(2, 90, *grad.shape[1::2]).transpose(1, 2), grad)

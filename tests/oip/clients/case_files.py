@@ -16,7 +16,7 @@ def run(ask, url, directory):
 
 
 async def readiness(client):
-    """Return whether the server is live, whether it is ready, and whether the model is ready; `client` is asyncio's."""
+    """Return whether the server is live, whether it is ready, and whether the model is ready, by an asyncio client."""
     return [
         await client.is_server_live(),
         await client.is_server_ready(),

@@ -1,4 +1,4 @@
-"""Send attention and gradients in shared memory, and print a report: `triton_shared_memory.py HOST:PORT`."""
+"""Request attention and gradients in shared memory, and print a report: `triton_shared_memory.py HOST:PORT`."""
 
 import json
 import os

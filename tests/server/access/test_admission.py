@@ -66,7 +66,7 @@ def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
 
 
 def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(monkeypatch):
-    """`oldest_seconds` ignores requests that do not wait for the engine: their body arrives or their answer is sent."""
+    """`oldest_seconds` ignores requests whose body is still arriving or whose answer is being sent."""
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     admission = Admission(Settings())
     waits = {"first": None, "second": 998.0}

@@ -1,4 +1,4 @@
-"""An engine's speed: the average of measurements, and no measurement of an engine that pauses."""
+"""An engine's speed is the average of measurements. An engine that pauses is not measured."""
 
 from flashpoint_server.ipc.service_rate import WINDOW, ServiceRate
 

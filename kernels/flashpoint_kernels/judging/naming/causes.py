@@ -226,7 +226,7 @@ def _beyond_accuracy(
 
 
 def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause | None:
-    """Return the cause of an output with one constant value in all wrong answers, none right on normal values."""
+    """Return the cause if all wrong outputs have the same constant value, and no answer on normal values is right."""
     grads = all("o" not in o.wrong_outputs for o in numbers)
     plain = [o for o in outcomes if o.case.values == "normal" and o.case.scores > 1 and o.relation == "accuracy"]
     if any(o.status in ("right", "imprecise") for o in plain if not grads or "dq" in o.excess):
@@ -360,7 +360,10 @@ def _numbers(o: Outcome) -> WrongNumbers:
 
 
 def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes that predict no error on normal values where the function is right."""
+    """Return the mistakes that predict no error on normal values, if the function is right on them.
+
+    If all predict an error, return all except those of the scale.
+    """
     codes = {mistake.code for mistake in hits}
     if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":
         return hits

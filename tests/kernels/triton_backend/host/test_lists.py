@@ -1,4 +1,4 @@
-"""With a block mask, lists name the tiles that the mask and the band leave visible, first those that need no test."""
+"""With a block mask, lists name the tiles that the mask and the band leave visible, first those without a mask test."""
 
 from typing import Any
 

@@ -49,7 +49,8 @@ def test_a_cut_or_a_write_is_refused_for_its_position():
     ):  # fmt: skip
         problem = write_problem(cache, layer, at, count, all_visible)
         assert (problem and problem[0]) == code, (layer, at, count)
-    assert write_problem(cache, 0, length, 1, lambda queries, end: first - 1)[0] == "cache_dropped"  # a query sees it
+    # Here a query sees a dropped token.
+    assert write_problem(cache, 0, length, 1, lambda queries, end: first - 1)[0] == "cache_dropped"
 
 
 def test_the_memory_that_a_deletion_frees_is_not_shared_with_another_cache():

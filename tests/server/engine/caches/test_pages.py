@@ -78,8 +78,8 @@ def create(store, count, keep=None, dtype="float32"):
 def attended(paged, lengths, q, cut=None, keep=None, in_pages=None, **options):
     """Return o over caches of these lengths, by the backend `tiled`.
 
-    With `cut`, first truncate each cache there and write the tokens again. Assert that the keys are read in place if
-    and only if `in_pages`, or by default `paged`, is true.
+    With `cut`, first truncate each cache to `cut` tokens, then to all but one, and each time write the rest again.
+    Assert that the keys are read in place if and only if `in_pages`, or by default `paged`, is true.
     """
     store = CacheStore(Ledger(1 << 26), 100.0, paged=paged)
     serials = create(store, len(lengths), keep)

@@ -206,7 +206,7 @@ def test_what_fails_on_its_way_into_the_queue_fails_alone(gated):
 
 
 def test_the_books_balance_when_nothing_is_inside(gated, pool):
-    """After three answers, an error and a client that left, the metrics count all requests as ended, with no memory."""
+    """After three answers, an error and a client that left, all requests count as ended and their memory as free."""
     server = gated.server
     nothing_inside(server)
     before = read_metrics(server)

@@ -41,7 +41,7 @@ SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
 class Resources:
     """A fake device with two cores, on which each sequence is a part.
 
-    Calls over caches with the same last digit are kin: they share their first keys. 0 has no kin.
+    Calls whose cache numbers have the same last digit are kin: their caches share the first keys. 0 has no kin.
     """
 
     is_cpu = True

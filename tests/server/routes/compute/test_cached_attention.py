@@ -93,7 +93,7 @@ def test_8_bit_caches_take_and_give_the_dtype_of_q(cache_server, dtype):
     torch.testing.assert_close(answer.tensors["o"].float(), attention(q, **stands), rtol=2e-2, atol=2e-2)
     text = {"q": q[0].tolist(), "caches": [one], "dtype": "float16"}
     assert posted(cache_server, "/attention", {**text, "q": [q[0].tolist()]}).status == 200
-    assert attended(cache_server, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # as before bfloat16
+    assert attended(cache_server, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # float32 after other types
     moved = ask(cache_server, f"/caches/{one}/tensors", **bearer("alice")).tensors
     for name in ("k", "v"):
         assert torch.equal(moved[name], dequantize(stands[name], stands[f"{name}_scale"]))
