@@ -89,7 +89,7 @@ schemathesis.openapi.media_type(SAFETENSORS, messages(), aliases=["application/o
 
 @schemathesis.hook
 def filter_case(context, case):
-    """Return whether to send a case. Skip those with an unknown header as an error: HTTP allows unknown headers."""
+    """Return whether to send a case. Skip those that expect an error for an unknown header, which HTTP allows."""
     return "x-schemathesis-unknown-property" not in case.headers
 
 

@@ -12,7 +12,7 @@ from tests.judge.corpus import RIGHT, WRONG
 
 @pytest.mark.slow
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
-    """The judge distinguishes a window without a right side from none. They are equal if no key is left of it."""
+    """A window without a right side is distinguished from no window. Both are equal if no key is left of the window."""
     report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32")
     assert [cause.code for cause in report.causes] == ["window-right"]
 

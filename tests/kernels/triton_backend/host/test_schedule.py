@@ -67,7 +67,7 @@ def seen(shape: Shape, first: int, last: int) -> range:
 
 
 def test_blocks_follow_from_the_queries_and_the_group_alone() -> None:
-    """A block has the smallest size that holds the queries of all heads of a group, or else the largest size."""
+    """A packed block has the smallest size that holds the queries of all heads of a group, or else the largest size."""
     few = CONFIG.few_queries
 
     def rows(queries: int, group: int) -> int:
