@@ -69,6 +69,5 @@ def test_a_verification_costs_three_references():
     assert verification_price(spec, DEVICE) == Price(spec.flops, 3 * price_of(spec, "reference", DEVICE).seconds)
 
 
-def test_parts_are_cut_by_constants():
-    """The sizes of a request's parts follow from constants (NOMINAL), and not from rates measured at the start."""
+def test_each_backend_has_the_constants_that_cut_a_request_into_parts():
     assert set(NOMINAL) == {"torch", "tiled", "reference", "triton"}

@@ -1,3 +1,5 @@
+"""Each API key has its own regions of shared memory, and its own names for them."""
+
 import secrets
 from multiprocessing import shared_memory
 
