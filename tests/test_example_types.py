@@ -24,7 +24,7 @@ PYTHON = re.compile(rf'^```python(?: title="([\w.]+)")?\n{BLOCK}```$', re.MULTIL
 # For each page, code that defines the names that its examples use but do not define.
 GIVEN = {"balancers": "import flashpoint; there = flashpoint.Client(); old = there.cache()"}
 # Lines whose errors come from the types of other packages: torch's `grad`, None before a backward; tritonclient's None
-# for an unknown output; a protocol of transformers; and `flash_attn`, which `install` provides when the example runs.
+# for an unknown output; a protocol of transformers; and `flash_attn`, which `install` creates when the example runs.
 THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b|^from flash_attn\b")
 MYPY = """\
 [mypy]

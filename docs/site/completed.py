@@ -1,6 +1,6 @@
-"""An extension of Griffe for the site. It adds what the sources do not show, because it is made at import.
+"""An extension of Griffe for the site. It adds docstrings and methods that exist only after an import.
 
-These are the added entries of docstrings, and the methods that asyncio twins get from the blocking classes.
+Decorators add entries to docstrings at import. Asyncio classes get methods from their blocking counterparts at import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TWIN = re.compile(r"asynchronous\((\w+)\.(\w+)\)")
 
 
 class Completed(griffe.Extension):
-    """Takes docstrings that decorators complete from the imported objects.
+    """Replaces each docstring that a decorator completes by the complete one, which it reads from the imported object.
 
     Each method `asynchronous(Class.method)` gets the signature and docstring of that blocking method.
     """

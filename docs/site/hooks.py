@@ -1,7 +1,7 @@
-"""The site's changes to the pages.
+"""Hooks of MkDocs, which change the pages of the site.
 
-The README is its front page, mathematics is MathML, paths of code are links into the repository, and every part has a
-name for a screen reader.
+The README becomes the front page, formulas become MathML, paths of code become links into the repository, and the
+search gets a name for screen readers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MATHS = re.compile(r'<(span|div) class="arithmatex">\s*(?:\\\(|\\\[)(.*?)(?:\\\
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Return the page's Markdown.
+    """Return the page's Markdown with changed links.
 
-    A link to a file that is not documentation leads into `repo_url`; without one it becomes the file's name.
+    A link to a file that is not documentation leads into `repo_url`; without a `repo_url` it becomes plain text.
     """
     place = page.file.src_uri
     tab = page.ancestors[-1].title if page.ancestors else ""
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def _name(folder: str, repository: str, link: re.Match[str]) -> str:
-    """Return `link` itself where it leads to a page; else a link into the repository, or its text with the file's name.
+    """Return `link` unchanged if it leads to a page; else a link into `repository`, or text if `repository` is empty.
 
     A link to a test shows the test's name as a tooltip, because a page has dozens of links with the same text.
     """

@@ -135,7 +135,7 @@ _PROBES = {
     **dict.fromkeys(("/health", "/healthz", "/livez", "/live", "/ping"), "/health/live"),
     **dict.fromkeys(("/readyz", "/ready"), "/health/ready"),
 }
-_LONGEST = 64  # maximum characters of a path that is compared with ours
+_LONGEST = 64  # maximum characters of an unknown path for which a similar path of the service is suggested
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 # metric that each replica reports to Ray: how long its oldest job has waited for the engine to start it
 WAITING = "waiting_seconds"
-# Maximum factor by which the wait can multiply the replicas in one decision: it grows until new replicas have started.
+# Maximum factor by which the wait can multiply the replicas in one decision: the wait grows until new replicas start.
 GROWTH = 2.0
 
 
 class OngoingAndWaiting:
-    """Scale replicas by the larger of requests over `target_ongoing_requests` and wait over `target_seconds`.
+    """Scale by the larger ratio: requests to `target_ongoing_requests`, or waiting time to `target_seconds`.
 
-    Both are means over the replicas and over Ray's `look_back_period_s`. The number of requests alone is not enough: a
-    thousand small ones may share a launch, while a thousand large ones fill the device.
+    Requests and waiting time are means over the replicas and over Ray's `look_back_period_s`. The number of requests
+    alone is not enough: a thousand small ones may share a launch, while a thousand large ones fill the device.
     """
 
     def __init__(self, target_seconds: float = 1.0) -> None:

@@ -49,7 +49,7 @@ def balancer(choose):
         daemon_threads = True
 
         def handle_error(self, *_):
-            """Ignore a client that has left."""
+            """Ignore a client that has disconnected."""
 
     with Server(("127.0.0.1", 0), Handler) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)

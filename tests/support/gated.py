@@ -87,7 +87,7 @@ class GatedServer:
 
     @contextlib.contextmanager
     def client(self, body):
-        """Let a client wait for its answer inside the block, then leave; yield the request's id."""
+        """Let a client wait for its answer inside the block, then disconnect; yield the request's id."""
         name = f"leaves-{os.urandom(4).hex()}"
         with send(self.server, body, request_id=name):
             self.wait_queued(name)

@@ -46,8 +46,8 @@ class RawServer:
         with contextlib.suppress(OSError):
             while True:
                 connection = self._listener.accept()[0]
-                # By Nagle's algorithm, an answer after TLS tickets would wait for their acknowledgement, and a close
-                # would lose it.
+                # With Nagle's algorithm, an answer after TLS tickets would wait until the tickets are acknowledged. The
+                # answer would be lost if the connection were closed before.
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._connections.append(connection)
                 self.opened += 1

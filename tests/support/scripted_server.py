@@ -36,7 +36,7 @@ class ScriptedServer(ThreadingHTTPServer):
         return super().get_request()
 
     def handle_error(self, request, client_address):
-        """Ignore the error: in some scripts the client leaves."""
+        """Ignore the error: in some scripts the client disconnects."""
 
 
 class Handler(BaseHTTPRequestHandler):

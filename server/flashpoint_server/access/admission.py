@@ -27,9 +27,9 @@ def _never() -> None:
 class Permit:
     """One admitted request: the bytes of its tensors, and its price. `leave`, or the end of the context, ends it.
 
-    `quota` has the limits of the request's key, if there are any. `waiting_since` returns when the request began to
-    wait for the service alone, in `time.monotonic` seconds: at the end of its body. It returns None before that, and
-    once the answer has begun.
+    `quota` has the limits of the request's key, if there are any. `waiting_since` returns the end of the request's
+    body, in `time.monotonic` seconds: from then on, the client waits only for the service. It returns None before that,
+    and once the answer has begun.
     """
 
     def __init__(self, admission: Admission, nbytes: int, quota: Quota | None, waiting_since: WaitingSince) -> None:
@@ -128,7 +128,7 @@ class Admission:
 
     @property
     def oldest_seconds(self) -> float:
-        """The longest time in seconds that a request has waited only for the service; 0 if none waits."""
+        """The longest time in seconds since the end of a request's body, for requests without an answer; 0 if none."""
         since = (permit.waiting_since() for permit in self._inside)
         oldest = min((began for began in since if began is not None), default=None)
         return 0.0 if oldest is None else time.monotonic() - oldest
@@ -147,7 +147,7 @@ class Admission:
         return permit
 
     def _check(self, nbytes: int) -> None:
-        """Raise Refusal 429 if the queue exceeds a limit with a request that is already counted."""
+        """Raise Refusal 429 if the queue exceeds a limit. The new request is already counted."""
         if (others := int(sum(self._requests)) - 1) >= self._requests_limit:
             raise Refusal("queue_full", f"the queue is full: it has {others} requests, its limit")
         self._check_bytes(others, nbytes)
@@ -189,8 +189,9 @@ class Admission:
         """Raise Refusal 429 if a request of `predicted` seconds cannot reach its deadline, which is `seconds` away.
 
         Without this check, under overload each request would start just before its deadline, and all answers would be
-        late. A larger admitted request counts with only `predicted` seconds, because this request overtakes the rest.
-        The requests and `pace` are those of this process: the processes share the engine's speed and its queue alike.
+        late. An admitted request that is longer counts as `predicted`, because this request overtakes the rest of it.
+        The counted requests and `pace` are those of this process alone: a process with a fraction of the queue also has
+        this fraction of the engine's speed.
         """
         if self.seconds <= (patience := seconds * PATIENCE) * pace or patience <= 0 or self.requests <= FEW:
             return

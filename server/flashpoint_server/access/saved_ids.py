@@ -43,7 +43,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedIds:
-    """Makes and reads ids of saved forwards, for the replica that `caches` names."""
+    """Makes and reads ids of saved forwards, with the replica name of `caches` and a secret derived from its secret."""
 
     def __init__(self, caches: CacheIds) -> None:
         self._replica = caches.replica.encode()

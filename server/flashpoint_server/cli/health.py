@@ -1,5 +1,6 @@
-"""`flashpoint health`: ask the server on this host whether it is alive. It is the image's health check
-(docs/docker.md).
+"""`flashpoint health`: ask the server on this host whether it is alive.
+
+The container image uses it as its health check (docs/docker.md).
 """
 
 from __future__ import annotations

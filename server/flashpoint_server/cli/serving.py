@@ -268,7 +268,8 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
-    config.answer_timeout = 2 * settings.body_timeout  # a route's timeout for a small answer is shorter, and is logged
+    # Longer than a route's timeout for a small answer, so that the route's timeout expires first: only that is logged.
+    config.answer_timeout = 2 * settings.body_timeout
     config.metrics, config.half_closed = service.metrics, HalfClosed()
     config.load()
     if settings.tls_cert is not None:

@@ -23,7 +23,7 @@ _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token (RFC 6750), optionally with rights
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
-LONGEST = 1_000_000  # maximum seconds (eleven days): twice as many milliseconds still fit a kernel timer
+LONGEST = 1_000_000  # maximum seconds (eleven days): twice this in milliseconds fits in 31 bits, for TCP_USER_TIMEOUT
 
 _SIZE = re.compile(r"([1-9]\d*) ?(KiB|MiB|GiB)")
 _INTEGER = re.compile(r"[+-]?\d[\d_]*(\.0*)?")

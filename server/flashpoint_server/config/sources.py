@@ -23,8 +23,8 @@ from flashpoint_server.config.settings import Settings
 PREFIX = "FLASHPOINT_"
 DEFAULT = "default"
 FILES = ("CONFIG", "ENV_FILE")  # names of the variables that contain paths of setting files
-# Minimum similarity of a misspelt variable to a setting's. The shortest name with two swapped letters is above it, but
-# FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is below.
+# Minimum similarity of a misspelt variable to the variable of a setting. The shortest name with two swapped letters is
+# more similar; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is less similar.
 _ALIKE = 0.93
 _OF_CLIENTS = ("API_KEY", "URL")
 _SECRET = ("api_keys", "cache_secret")
@@ -39,7 +39,7 @@ class SettingError(Exception):
 
 
 class Sourced(NamedTuple):
-    """Settings, and the source of each in the words of errors and of `flashpoint config`."""
+    """Settings, and the source of each as text, which errors and `flashpoint config` show."""
 
     settings: Settings
     sources: Mapping[str, str]

@@ -155,7 +155,7 @@ class EngineLoop:
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
-                if self._unseen:  # a task has changed the ledger since the check, when this thread was not asleep
+                if self._unseen:  # a task changed the ledger after the check, and did not wake this thread
                     timeout = 0
                     continue
                 self._waker.asleep = True  # under the same lock: from now on the scheduler wakes this thread

@@ -59,7 +59,7 @@ class TensorMessage(ABC):
     """A request whose options and shapes are known. Its tensors may not have arrived yet."""
 
     inputs: list[tuple[str, TensorInfo]]  # the tensors by name, in the order of their bytes
-    surface = "safetensors"  # name of the format in `Tensor.refused` of the contract: tensors that it does not support
+    surface = "safetensors"  # the format's name in the contract's `Tensor.refused`, which says why a tensor is refused
     # Results that routes compute from the head alone. Requests with the same head share them. None: do not cache.
     derived: dict[str, Any] | None = None
 

@@ -45,8 +45,8 @@ class CacheRef(msgspec.Struct, frozen=True, array_like=True):
     """The caches of `owner` that an attention call reads. Its k and v are written at their ends, or at positions `at`.
 
     `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
-    `left` is the number of earlier keys to which a single query attends: it replaces the window in the options. −1
-    means that it does not.
+    `left` is the number of earlier keys to which a single query attends: it replaces the window in the options. With
+    −1, the window in the options applies.
     """
 
     owner: str
@@ -69,8 +69,9 @@ class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute the gradients of the saved forward `serial` of `owner`. `tensors` has name, dtype and shape of each of
-    its tensors.
+    """Compute the gradients of the saved forward `serial` of `owner`.
+
+    `tensors` has the name, dtype and shape of each saved tensor.
     """
 
     owner: str
@@ -114,8 +115,9 @@ class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class VerifyCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run a verification of the inputs, whose options in JSON are `request`; without inputs, `request` is a
-    VerifyRequest in JSON. With `wants_progress`, the engine reports progress.
+    """Run a verification of the inputs, with the options `request` in JSON.
+
+    Without inputs, `request` is a VerifyRequest in JSON. With `wants_progress`, the engine reports progress.
     """
 
     request: bytes

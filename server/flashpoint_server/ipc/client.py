@@ -71,7 +71,7 @@ class Listener:
     """Receives engine messages that are not answers, on the event loop. The methods do nothing by default."""
 
     def computed(self, engine: Engine, done: Done) -> None:
-        """Called when an attention request was computed. `done.batch` describes its launch, once for each launch."""
+        """Called when an attention request was computed. In one call per launch, `done.batch` describes the launch."""
 
     def heard(self, engine: Engine, news: JobNews) -> None:
         """Called for each message about a benchmark."""
@@ -414,7 +414,7 @@ class Engines:
         return all(engine.stopped for engine in self._ready())
 
     def holder(self, incarnation: int) -> bool:
-        """Return whether the engine is ready; False if it died. Raises Refusal 503 if this is not known yet."""
+        """Return whether the engine with this incarnation is ready. Raises Refusal 503 if this is not known yet."""
         if incarnation in self.incarnations():
             return True
         known_dead = any(incarnation in engine.before for engine in self._engines)
@@ -462,9 +462,7 @@ class Engines:
         job.answer.add_done_callback(lambda _: engine.cancel(job))
 
     def _keep(self, lost: list[Job[Any]]) -> None:
-        """Send jobs to another engine, or store them until one is ready. Called with jobs that a dead engine had not
-        started.
-        """
+        """Send the jobs that a dead engine had not started to another engine, or store them until one is ready."""
         self._waiting_jobs.extend(lost)
         self._resume()
 

@@ -118,21 +118,22 @@ class StopJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: the result of this job is no longer needed. The engine still answers, after its last access to
-    the job's memory.
+    """To the engine: the result of this job is no longer needed.
+
+    The engine still answers, after its last access to the job's memory.
     """
 
     id: int
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """An engine's device: its name in torch ("cpu", "cuda:0"), a title for people, bytes of memory, and
-    the backends that have passed the self-test.
+    """An engine's device: its name in torch ("cpu", "cuda:0"), a title for people, and its memory in bytes.
 
-    `speed` is that of a matrix product on all cores, in FLOP/s. `rates` has the costs in seconds of each backend's work
-    on one core, or on the GPU. `cores` is the number of cores that work in parallel; 1 for a GPU. `no_triton` says why
-    Triton is not among the backends. `kernels` names the kernels in C, by the data type of q; a CPU without them has
-    `no_kernels`, which says what to install. `no_gpu` says why a CPU was chosen with a torch that is built for GPUs.
+    `backends` have passed the self-test. `speed` is that of a matrix product on all cores, in FLOP/s. `rates` has the
+    costs in seconds of each backend's work on one core, or on the GPU. `cores` is the number of cores that work in
+    parallel; 1 for a GPU. `no_triton` says why Triton is not among the backends. `kernels` names the kernels in C, by
+    the data type of q; a CPU without them has `no_kernels`, which says what to install. `no_gpu` says why a CPU was
+    chosen with a torch that is built for GPUs.
     """
 
     name: str
@@ -173,8 +174,10 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """A launch: its FLOPs; the additional FLOPs that padding all sequences to the longest one would cost; the used
-    fraction of the batch budget; and how often the batch was split in two because memory ran out.
+    """A launch of one or more requests: its FLOPs, and how it used the batch budget.
+
+    `padding` is the number of additional FLOPs that padding all sequences to the longest one would cost. `fill` is the
+    used fraction of the budget. `splits` is how often the batch was split in two because memory ran out.
     """
 
     flops: int
@@ -186,10 +189,10 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds.
 
-    `copy_in` and `copy_out` are the seconds between them for copies to and from a GPU. `memory` is the device memory
-    that the engine uses, in bytes. `launch` is a number that is unique among all engines. `batch` describes the launch;
-    it is None for all but one of its requests. `dropped` is the number of log lines that the engine has dropped since
-    its last Done.
+    `copy_in` and `copy_out` are the seconds of this time that copies to and from a GPU took. `memory` is the device
+    memory that the engine uses, in bytes. `launch` is a number that is unique among all engines. `batch` describes the
+    launch; it is None for all but one of its requests. `dropped` is the number of log lines that the engine has dropped
+    since its last Done.
     """
 
     id: int
@@ -335,10 +338,10 @@ class Channel(Generic[Incoming]):
             self.sock.send(message)
 
     def receive(self) -> tuple[Incoming, list[int]]:
-        """Return a message and its descriptors, which the caller must close. If this process has reached its limit of
-        open files, the descriptors are missing.
+        """Return a message and its descriptors, which the caller must close.
 
-        Raises BlockingIOError if there is no message, and EOFError if the other end is gone.
+        If this process has reached its limit of open files, the descriptors are missing. Raises BlockingIOError if
+        there is no message, and EOFError if the other end is gone.
         """
         try:
             size, beside, flags, _ = self.sock.recvmsg_into([self._buffer], _ROOM)

@@ -41,8 +41,9 @@ class _Handler(logging.Handler):
 
 
 def _encode(event: EventDict) -> bytes:
-    """Return an event as JSON. NaN and infinities become null, and a lone surrogate, as in a file name that is not
-    UTF-8, is escaped.
+    """Return an event as JSON. NaN and infinities become null.
+
+    A lone surrogate, as in a file name that is not UTF-8, is escaped.
     """
     try:
         return msgspec.json.encode(event, enc_hook=repr)
@@ -56,7 +57,7 @@ def _json(_: WrappedLogger, __: str, event: EventDict) -> str:
 
 
 def _json_line(logger: _Queued, method: str, event: EventDict) -> bytes:
-    """Return the line that the processors `shared` and `_json` would make, in half of their time."""
+    """Return the line that the processors `shared` of `configure` and `_json` would make, in half of their time."""
     event["level"] = method
     event["logger"] = logger.name
     event["timestamp"] = datetime.now(UTC).isoformat()[:-6] + "Z"

@@ -199,7 +199,7 @@ class Metrics(Listener):
         self.holding_changed(engine, Holding(0, 0))
 
     def queue(self, **now: float) -> None:
-        """Set the gauges of admitted requests. `oldest_seconds` is the age of the oldest one."""
+        """Set the gauges of admitted requests. `oldest_seconds` is the value of `Admission.oldest_seconds`."""
         for name, value in now.items():
             self._queue[name].set(value)
 

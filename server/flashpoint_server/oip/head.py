@@ -41,7 +41,7 @@ SIDES = {
     for name, option in OPTIONS.items()
     if isinstance(option.kind, Pair)
 }
-PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; it corresponds to our 9 and 10 to our 0
+PRIORITY_LEVELS = 10  # as in Triton, 1 is the highest; level 1 is our priority 9, and level 10 is our priority 0
 _KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
 SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
 _SIZE_LIMIT = (1 << 63) - 1
@@ -75,10 +75,10 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InferHead:
-    """The head of a request. `outputs` lists the requested outputs; empty means all. `timeout` is in microseconds;
-    0 means none.
+    """The head of a request.
 
-    `binary` is the default for outputs. `priority` is from 0 to 9, the most urgent.
+    `outputs` lists the requested outputs; empty means all. `binary` is the default for outputs. `timeout` is in
+    microseconds; 0 means none. `priority` is from 0 to 9; 9 is the most urgent.
     """
 
     id: str

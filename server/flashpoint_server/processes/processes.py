@@ -129,10 +129,9 @@ class Child:
 
 @asynccontextmanager
 async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIterator[list[bytes]]:
-    """Keep one engine process running for each device of `settings.device`. Yields their addresses, for
-    `Engines.connect`.
+    """Keep one engine process running for each device of `settings.device`. Yields the addresses of the engines.
 
-    `module` is the module that they run; tests use one with faults.
+    The addresses are for `Engines.connect`. `module` is the module that they run; tests use one with faults.
     """
     environment = ENGINE_VARIABLES | os.environ  # the operator's values win
     environment |= {native.FLOAT32: str(settings.cpu_float32)}

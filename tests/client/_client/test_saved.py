@@ -21,9 +21,10 @@ SHAPES = {"q": (1, 4, 24, 16), "k": (1, 2, 24, 16), "v": (1, 2, 24, 16)}
 
 
 class Counted(flashpoint.Client):
-    """A client that records (method, path, "save" or "saved" if the request has this field, bytes) of each call.
+    """A client that records (method, path, "save" or "saved" or "", size in bytes) of each request, in `calls`.
 
-    `held()` returns the ids of the forwards that the server has saved since this client was created.
+    "save" and "saved" name the option that the request has. `held()` returns the ids of the forwards that the server
+    has saved since this client was created.
     """
 
     def __init__(self, server):

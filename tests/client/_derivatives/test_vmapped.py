@@ -21,8 +21,9 @@ RAGGED = (12, 4, D), (12, 4, D), (9, 2, D), (9, 2, D)
 STARTING = {"layout": "thd", "cu_seqlens_q": [0, 3, 12], "cu_seqlens_k": [0, 4, 9]}
 STARTS = np.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
 
-# name: (shapes of do, q, k, v and other inputs with a gradient; the mapped axis of each, None if it is not mapped;
-# options, of which "mapped" has an axis 0 that is mapped; the number of requests for each direction).
+# name: (shapes of do, q, k, v and perhaps one more input; the mapped axis of each, None if it is not mapped; options;
+# the number of requests for each direction). In the options, "extra" is the name of the additional input, and "mapped"
+# has arrays whose axis 0 is mapped.
 CASES = {
     "all": ((O, Q, K, V), (0, 0, 0, 0), {}, 1),
     "other axes, and one in common": ((O, Q, K, V), (0, 2, None, 4), {"causal": True}, 1),

@@ -115,7 +115,7 @@ def test_the_parts_are_merged_to_the_whole(attention, servers, parts):
 
 @pytest.mark.parametrize("failing", [busy, full, gone])
 def test_a_failed_shard_goes_to_another_server(attention, servers, failing):
-    """The call does not wait for the failed server, although it asks for 900 s: the timeout of 600 s would expire."""
+    """The call does not wait as long as the failed server asks, 900 s: the timeout of 600 s would expire."""
 
     def behind_it(handler):
         wait_for_requests(servers[0])
@@ -189,7 +189,7 @@ def test_the_deadline_holds_for_all(attention, servers, raw):
 
 
 def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, servers, raw, clock):
-    """Half of the timeout passes 0.2 s after the other server has answered. Then it gets the silent server's shard."""
+    """Half of the timeout passes 0.2 s after a server has answered. Then this server gets the silent server's shard."""
     quiet, time = silent(raw), clock(work)
 
     def until_shortly_before_half_time(handler):

@@ -66,7 +66,7 @@ def test_every_stage_of_a_verification_has_words():
 
 
 def test_progress_is_shown_on_a_terminal_to_the_end_of_a_wrong_answer(tmp_path):
-    """A wrong answer adds a stage, the search for causes, which must have a progress text, too."""
+    """A wrong answer adds a stage, the search for causes; this stage must also have a progress text."""
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
     q = np.random.default_rng(0).standard_normal((1, 1, 9, 16), np.float32)
     case = flashpoint.save_case(tmp_path / "case.safetensors", q=q, k=q, v=q, o=q, causal=True)

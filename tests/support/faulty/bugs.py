@@ -1,9 +1,9 @@
 """Bugs that chaos/ must find: the file named by FLASHPOINT_TEST_BUG contains the name of the bug, or nothing.
 
-swap   an answer has the numbers of the previous answer with its shapes
+swap   an answer has the numbers of the previous answer that had the same shapes
 lose   an answer is never sent
 leak   the memory of a request is not released
-twice  a repeated write to a cache is written again
+twice  a write to a cache that is repeated with its idempotency key is executed again
 hoard  the memory of an ended cache is still counted as used
 """
 
@@ -14,7 +14,7 @@ EVERY = 5  # with `lose` and `leak`, the bug affects every fifth answer
 
 
 class Seeded:
-    """A bug by name. `there` returns whether it is on; `shows` counts its calls while it is on: every fifth is true."""
+    """A bug by name. `there` returns whether it is on; `shows` returns True at every fifth call while it is on."""
 
     def __init__(self, name):
         self.name = name

@@ -1,6 +1,6 @@
-"""Requests that real clients of the Open Inference Protocol send in tests. Each client runs in a separate process,
-because one process cannot load two definitions of one protobuf package.
+"""Requests that real clients of the Open Inference Protocol send in tests.
 
+Each client runs in a separate process, because one process cannot load two definitions of one protobuf package.
 A client program reads `cases.json` and `tensors.npz` from a directory and writes `answers.npz` and `report.json` there.
 """
 

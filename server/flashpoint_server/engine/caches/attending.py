@@ -71,9 +71,7 @@ class CallTensors:
 
     @cached_property
     def places(self) -> tuple[dict[str, ByteSteps], list[dict[str, int]]]:
-        """Return the strides between heads and between rows of q, o and lse; and their addresses for each
-        sequence.
-        """
+        """Return the byte strides of q, o and lse between heads and rows, and their addresses for each sequence."""
         shell = self.shell({"q": self.tensors["q"]})
         whole = {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
         row_addresses = [
@@ -110,7 +108,7 @@ class CachedCall(NamedTuple):
         return Terms(self.cache_ref.owner, self.cache_ref.quota, self.cache_ref.key)
 
     def lowest(self, queries: int, length: int) -> int:
-        """Return the first position of a cache of this length to which a sequence's queries attend."""
+        """Return the first position that the queries of a sequence attend to, in a cache of `length` tokens."""
         spec = self.of.spec
         left = self.cache_ref.left if self.cache_ref.left >= 0 else spec.window[0]
         return max(0, min(spec.offset(queries, length) - left, length)) if queries else length
@@ -263,8 +261,9 @@ def _paged(tracks: Sequence[Track], pool: PagePool) -> _Pages:
 
 
 def _from_start(tracks: Sequence[Track], pool: PagePool) -> _Pages:
-    """Like `_paged`, but with all positions from 0. The pages are copies; page 0 has zeros, and the block table names
-    it for dropped tokens.
+    """Like `_paged`, but with all positions from 0, in copied pages.
+
+    Page 0 has zeros; the block table names it for dropped tokens.
     """
     lengths = [track.length for track in tracks]
     table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
@@ -322,7 +321,7 @@ def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:
 
 
 def _columns(mask: Tensor, count: int) -> Tensor:
-    """Return a mask with `count` columns, unless it has only one; columns beyond the tokens are not read."""
+    """Return a mask with `count` columns; a mask with only one column is returned unchanged."""
     return _of_width(mask, count) if mask.ndim and mask.shape[-1] != 1 else mask
 
 

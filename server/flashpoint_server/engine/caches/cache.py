@@ -90,8 +90,9 @@ def base_bytes(layers: int) -> int:
 
 
 def released(track: Track, chunks: Iterable[Chunk]) -> int:
-    """Remove one holder from chunks of a track. Free the chunks that have no holder left, and return their bytes. The
-    track keeps as many whole chunks as it has reserved.
+    """Remove one holder from chunks of a track, free chunks without a holder, and return the freed bytes.
+
+    The track keeps as many whole chunks as it has reserved.
     """
     gone = 0
     for chunk in chunks:
@@ -107,7 +108,7 @@ def released(track: Track, chunks: Iterable[Chunk]) -> int:
 
 
 def freeable(caches: Iterable[StoredCache]) -> int:
-    """Return the bytes that the deletion of these caches frees, without chunks that other caches use, too."""
+    """Return the bytes that the deletion of these caches frees. Chunks that other caches also use are not freed."""
     tracks = [track for cache in dict.fromkeys(caches) for track in cache.tracks]
     counts = Counter(chunk for track in tracks for chunk in (*track.chunks, *track.spares) if chunk is not None)
     chunks = sum(chunk.nbytes for chunk, holders in counts.items() if chunk.holders == holders)

@@ -1,8 +1,8 @@
 """Store the keys and values of one layer of a cache in chunks of 1,024 tokens, which forks share until a write.
 
-A chunk is head-major, k (Hk, capacity, D) and v (Hk, capacity, Dv). Chunk n has the positions from 1,024 n on. The last
-chunk of a track grows by doubling, so short caches stay small. Nothing beyond a track's length is read, so a chunk's
-memory is not cleared before another cache uses it.
+A chunk is head-major: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv), or pages on a GPU. Chunk n begins at position
+1,024·n. The last chunk of a track grows by doubling, so short caches stay small. Nothing beyond a track's length is
+read, so a chunk's memory is not cleared before another cache uses it.
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ class TokenSize:
 
 
 class Change(NamedTuple):
-    """A chunk that a write needs: its index in the track, its capacity, and the number of tokens to copy from the chunk
-    that it replaces.
+    """A chunk that a write needs: its index in the track, its capacity, and the number of tokens to copy into it.
+
+    These tokens are copied from the chunk that it replaces.
     """
 
     place: int
@@ -245,8 +246,7 @@ class Track:
         return changes
 
     def write(self, at: int, k: Tensor, v: Tensor, made: list[tuple[Change, Chunk]]) -> list[Chunk]:
-        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at`, and drop later tokens. Return the chunks that are
-        released.
+        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at`, and drop later tokens. Return the released chunks.
 
         `made` holds a chunk for each change that `needs` returned.
         """

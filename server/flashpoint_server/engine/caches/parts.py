@@ -38,7 +38,7 @@ class CachedPart:
 
     @property
     def first_head(self) -> int:
-        """Return 0: `rows` of all parts together have each sequence once, so the rows of every part must be counted."""
+        """Return 0, so that the `rows` of every part are counted. Together the parts have each sequence once."""
         return 0
 
     def compute(self) -> None:
@@ -54,9 +54,9 @@ class Sequences(NamedTuple):
 
 
 def shares(spec: Spec) -> bool:
-    """Return whether calls may read the common first keys of forks once for all calls.
+    """Return whether the first keys that forks share may be read once for several calls.
 
-    No option may depend on positions.
+    This requires that no option depends on positions.
     """
     positions = spec.has("attn_mask") or spec.has("block_mask") or spec.has("alibi_slopes") or spec.options.dropout_p
     return supports(spec) and not positions
@@ -65,10 +65,10 @@ def shares(spec: Spec) -> bool:
 def attend(
     calls: Sequence[tuple[CachedCall, Sequence[StoredCache]]], backend: str, cores: int
 ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
-    """Return the sequences of calls whose tokens have been written, and parts that `cores` cores of the CPU can compute
-    in parallel. Raises Refusal 422.
+    """Return the sequences of calls whose tokens have been written, and parts for `cores` parallel cores of the CPU.
 
     If there are several calls, their sizes and the options of their scores must be equal, and `shares` true for each.
+    Raises Refusal 422.
     """
     spec = calls[0][0].of.spec
     if backend != "torch" or not supports(spec):

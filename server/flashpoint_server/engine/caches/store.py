@@ -173,7 +173,7 @@ class CacheStore:
             return [cache.tracks[layer].length for cache in self._find(owner, serials)]
 
     def shared_chunk(self, owner: str, serials: Sequence[int], layer: int) -> Chunk | None:
-        """Return the first whole chunk of the first of these caches, if another cache uses it, too; else None."""
+        """Return the first whole chunk of the first of these caches, if another cache also uses it; else None."""
         with self._lock:
             cache = self._ledger.find(StoredCache, owner, serials[0])
             if isinstance(cache, tuple):

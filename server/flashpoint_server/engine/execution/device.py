@@ -225,9 +225,10 @@ class TorchDevice:
         return CallTensors.of(job.spec, there, {})
 
     def kin(self, job: EngineRequest) -> Hashable | None:
-        """Return a key that is equal for calls over caches that can read their common first keys once, on the CPU.
+        """Return the key of a group of calls over caches: the chunk with which all of them begin is read only once.
 
-        Return None if the call shares no chunk, or does not support this.
+        Return None if the call belongs to no group: on a GPU, on another backend than `torch`, if no other cache shares
+        its first chunk, or if its options do not allow this.
         """
         cache_ref, spec = job.attention.cache_ref, job.spec
         assert cache_ref is not None
@@ -410,8 +411,9 @@ class TorchDevice:
                 torch.cuda.empty_cache()
 
     def memory(self) -> int:
-        """Return the bytes of device memory that torch's allocator has reserved; on the CPU, this process's resident
-        memory. The value is at most 0.1 s old.
+        """Return the bytes that torch's allocator has reserved on the GPU, or that this process has resident in RAM.
+
+        The value is at most 0.1 s old.
         """
         now = time.monotonic()
         if now >= self._looked + MEMORY_SECONDS:

@@ -55,7 +55,7 @@ class Executor:
         self._numbers = itertools.count(1 + secrets.randbits(62))  # launch numbers, which must be unique for traces
 
     def run(self, task: Task) -> Exception | None:
-        """Run a task. Return the error of a part, a cut or a save, or None. Answer the requests of other tasks."""
+        """Run a task. Return the error of a Compute, Split or SaveForward, or None. Other tasks send their answers."""
         match task:
             case Compute():
                 return self._compute(task.requests[0], task.problem)

@@ -39,8 +39,9 @@ W = TypeVar("W", bound=Waits)
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of one launch. A request over them runs alone. `delay` is how long a batch waits for more requests,
-    in seconds.
+    """The limits of one launch. A request over them runs alone.
+
+    `delay` is how long a batch waits for more requests, in seconds.
     """
 
     flops: int

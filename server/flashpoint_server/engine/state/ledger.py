@@ -213,7 +213,7 @@ class Ledger:
                     self._lose(item)
 
     def sweep(self) -> None:
-        """Free expired items, unless the last check was less than SWEEP_SECONDS ago."""
+        """Free expired items and forget old tombstones, if a check is due; then set when the next one is due."""
         with self.lock:
             if (now := self.clock()) < self.due:
                 return

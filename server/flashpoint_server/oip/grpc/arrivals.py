@@ -6,9 +6,9 @@ While gRPC delivers a message, two more copies of it exist; memory for them is r
 heap, which keeps freed memory: it counts as used until it is returned to the system. Not counted are the first 64 KiB
 of a message, which arrive before the call reads, and gRPC's buffers: up to 1 MiB for each connection with a message.
 
-While a call waits for memory, a message that is being read can be refused; it then makes way. This is the newest of
-several after `QUICK` seconds, so that large messages do not delay a small one for long, and the oldest if it is slower
-than `RATE`.
+While a call waits for memory, a message that is being read can be refused, to free its memory: it makes way. If several
+messages are being read, the newest makes way after `QUICK` seconds, so that large messages do not delay a small one for
+long. The oldest makes way if it is slower than `RATE`.
 
     waiting → reading → stored (message, then answer) → released       reading → refused (makes way)
 """
@@ -236,9 +236,9 @@ class Memory:
             self._timer = asyncio.get_running_loop().call_later(due, self._give_turns)
 
     def _make_way(self, owner: str) -> float | None:
-        """Refuse a message in favour of a waiting one of `owner`, if one is due.
+        """Refuse a message that is being read, if its time is over, so that a waiting message of `owner` gets memory.
 
-        Return the seconds until one will be due; None if one was refused, or if none can be.
+        Return the seconds until one can be refused; None if one was refused, or if none can be.
         """
         full = self._of.get(owner, 0) + self.largest > self._share
         reading = [one for one in self._reading if not full or one.hold.owner == owner]

@@ -212,7 +212,7 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
 
 
 async def tensors(request: RouteRequest) -> None:
-    """Answer with k and v of a layer, in safetensors. An 8-bit cache gives float32 values, and their scales."""
+    """Answer with k and v of a layer, in safetensors; for an 8-bit cache, dequantized to float32, and the scales."""
     one = _named(request)
     layer = _layer(request, one)
     answers = binary_format(request.headers)

@@ -294,7 +294,7 @@ def test_a_forward_that_stopped_does_not_count(client, models):
 
 
 def lost(client, model, cache, code):
-    """Check that a forward over a lost cache raises CacheError with `code` and empties it, and the next one works."""
+    """Check that a forward over a lost cache raises CacheError with `code` and empties it; the next forward works."""
     with pytest.raises(flashpoint.CacheError, match="Call generate again with all tokens") as error:
         generated(model, cache, input_ids=TOKENS.repeat(1, 3))
     assert (error.value.code, cache.get_seq_length()) == (code, 0)

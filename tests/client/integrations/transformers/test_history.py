@@ -20,7 +20,7 @@ REWIND = 8
 
 
 class Histories(RuleBasedStateMachine):
-    """Random operations on a cache, and the tokens and mask of all positions, from which eager attention recomputes."""
+    """Random operations on a cache. Eager attention recomputes all positions of `tokens` and `mask`, to compare."""
 
     client = model = None
 
@@ -47,7 +47,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), rows=st.integers(1, 3), equal=st.booleans(), data=st.data())
     def forward(self, count, rows, equal, data):
-        """Run a forward of `count` tokens. With `equal`, all rows get the same, so equal rows keep sharing a cache."""
+        """Run a forward of `count` tokens. With `equal`, all rows get equal tokens, so they can share a cache."""
         if not self.rows:
             self.tokens = self.mask = torch.zeros(rows, 0, dtype=torch.int64)
         padding = data.draw(st.lists(st.integers(0, count), min_size=self.rows, max_size=self.rows))
