@@ -207,7 +207,7 @@ print(sorted(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
 
 def test_the_library_is_installed_alone(built, alone, tmp_path):
     """`pip install flashpoint[torch]` has attention, gradients and `judge`, and none of the server's dependencies."""
-    # jinja2 is a dependency of torch, too.
+    # jinja2 is also a dependency of torch.
     assert needed(built[0], ["torch"]) & (SERVER | {"typer", "rich", "matplotlib"}) <= {"jinja2"}
     packages = ("fastapi", "uvicorn", "structlog", "typer", "rich", "matplotlib")
     assert output_of(alone("torch"), "-c", LIBRARY, *packages, cwd=tmp_path).stdout == "[]\n"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.documents import BLOCK
 
-pytestmark = pytest.mark.full  # `make lint` runs it, too
+pytestmark = pytest.mark.full  # `make lint` also runs it
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -95,6 +95,6 @@ def _warm(device: str) -> None:
     for dtype, dim in product((torch.float16, torch.bfloat16), (64, 128)):
         t = torch.zeros(1, 1, 16, dim, dtype=dtype, device=device)
         problem = Problem.create(dict.fromkeys(("q", "k", "v", "do"), t), Options(), "backward")
-        compiling.append(triton_backend.compile_ahead([problem]))  # compiles the forward, too
+        compiling.append(triton_backend.compile_ahead([problem]))  # also compiles the forward
     for done in compiling:
         done.result()

@@ -284,7 +284,7 @@ class Holding(msgspec.Struct, frozen=True, tag=True):
 class JobOpened(msgspec.Struct, frozen=True, tag=True):
     """From the engine, to all processes: it has accepted the benchmark `job`, which has `total` cases.
 
-    A process that connects later receives this, too.
+    A process that connects later also receives this.
     """
 
     job: str

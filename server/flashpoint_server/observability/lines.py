@@ -123,7 +123,7 @@ class Lines:
 
 
 def _pieces(lines: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines with newlines, joined into pieces of at most ATOMIC bytes, each with its number of lines."""
+    """Yield (number of lines, piece): lines with newlines, joined up to ATOMIC bytes; a longer line is one piece."""
     piece: list[bytes] = []
     size = 0
     for line in lines:

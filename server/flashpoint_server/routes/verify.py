@@ -109,7 +109,7 @@ async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
                 continue
             news.clear()
             done, progress, newest = answer.done(), newest, None
-            if progress is not None:  # sent even if the report has arrived, too
+            if progress is not None:  # sent even if the report has also arrived
                 await _send_event(request, "progress", progress)
             if done:
                 break

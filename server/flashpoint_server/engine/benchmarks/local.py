@@ -50,7 +50,7 @@ Tell = Callable[[VerifyProgress], None]  # called before each block of a verific
 def benchmark(request: BenchmarkRequest, kernel: Kernel | None = None) -> Iterator[BenchmarkEvent]:
     """Time a grid, and yield the events of a job as a server streams them. Raises ProblemError before the first event.
 
-    `kernel` is a function of the caller, which is timed, too.
+    `kernel` is a function of the caller, which is also timed.
     """
     return (event for event in slices(request, _device(), kernel=kernel) if event is not None)
 
