@@ -180,9 +180,9 @@ NOINLINE void add_values(float *o, int64_t width, const float *p, const float *v
     if (start == RESCALE)
         tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, RESCALE, rows, vectors);
     else if (start == WRITE)
-        tile_of_any(o, width, p, BLOCK, 1, values, step, count, 0, WRITE, rows, vectors);
+        tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, WRITE, rows, vectors);
     else
-        tile_of_any(o, width, p, BLOCK, 1, values, step, count, 0, CONTINUE, rows, vectors);
+        tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, CONTINUE, rows, vectors);
 }
 
 INLINE int64_t vectors_at(int64_t at, int64_t width) { return lesser(width - at, PANEL) / LANES; }
@@ -201,8 +201,8 @@ INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, co
         }
         for (int64_t at = 0; at < width; at += PANEL)
             add_values(own->of_block + at, width, own->s + from,
-                       (const float *)(group->v + (from - first) * group->v_step) + at, group->v_step / 4, to - from, 0,
-                       first <= keys->from ? WRITE : CONTINUE, rows, vectors_at(at, width));
+                       (const float *)(group->v + (from - first) * group->v_step) + at, group->v_step / 4, to - from,
+                       own->alpha, first <= keys->from ? WRITE : CONTINUE, rows, vectors_at(at, width));
     }
     for (int64_t r = 0; r < rows; r++)
         for (int64_t at = r * width; at < (r + 1) * width; at += LANES)
