@@ -71,7 +71,7 @@ def in_turns(
     with contextlib.ExitStack() as stack:
         sides = {}
         for side, tree in trees.items():
-            # A new process inherits this list.
+            # The process that `apart` starts inherits this sys.path.
             with mock.patch.object(sys, "path", [str(tree / "kernels"), str(tree / "contract"), *sys.path]):
                 sides[side] = stack.enter_context(apart(timed, make, max_calls, seconds, **variables))
         for name in sides["us"]("names"):

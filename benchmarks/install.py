@@ -49,7 +49,7 @@ def megabytes(folder: Path) -> float:
 
 
 def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
-    """Install into a new environment; return its Python, and a row with seconds, megabytes and number of packages."""
+    """Install into a new environment; return its Python, and a row with seconds, megabytes, wheels and packages."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     empty, python = megabytes(home), home / "bin" / "python"

@@ -172,10 +172,10 @@ def pair(ours: Callable[[], Any], other: Callable[[], Any], rounds: int, least: 
 
 @contextlib.contextmanager
 def apart(make: Callable[..., Mapping[str, Callable[..., Any]]], *given: Any, **variables: str) -> Iterator[Ask]:
-    """Run `make` in a separate process with the settings `MALLOC`; yield a function that calls, by name, its functions.
+    """Start a process, and run in it `make`, which returns functions by name. Yield a function that calls one of them.
 
-    `variables` are additional environment variables of the process. The rows of a generator are printed as they come,
-    and returned as a list.
+    `ask(name, *arguments)` returns the result of the function `name`. If the result is a generator, the process prints
+    each item as it comes, and `ask` returns a list. The process has the environment variables MALLOC and `variables`.
     """
     pool = ProcessPoolExecutor(1, get_context("spawn"), _make, (make, given))
     with mock.patch.dict(os.environ, MALLOC | variables):

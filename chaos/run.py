@@ -34,7 +34,7 @@ FAULTS: dict[Fault, float] = {
 HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # a round has at most one of these
 A_ROUND = (6, 25)  # range of the number of faults; a fault starts while callers of the previous one still wait
 BETWEEN = (0.0, 0.15)  # range of seconds between faults
-CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # metrics that each engine reports
+CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # beginnings of metrics with a value for each engine
 RECOVERY = 300.0  # timeout in seconds until the service is ready and answers every kind of question correctly
 QUIET = 60.0  # timeout in seconds until a service without load is idle: a codec may still write an unwanted answer
 # Allowed growth of a process since the warm-up: a factor and an amount. The staging pool keeps slots that the warm-up

@@ -19,7 +19,7 @@ import gevent
 from cases import CASES, WrongAnswerError
 from locust import FastHttpUser, constant_throughput, events, task
 
-TIMEOUT = 30.0  # timeout in seconds of a call in a closed loop
+TIMEOUT = 30.0  # network timeout of a call, in seconds; X-Timeout-Ms also limits a call of an open loop
 
 
 @events.init_command_line_parser.add_listener

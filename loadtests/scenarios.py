@@ -77,7 +77,7 @@ def capacity(report: Report, server: Server, bounds: Bounds) -> None:
 
 
 def saturation(report: Report, server: Server, bounds: Bounds) -> None:
-    """How long do callers wait at each load of an open loop, and at which load does the server fall behind?"""
+    """Measure how long callers wait at each load of an open loop, and from which load on the server falls behind."""
     with Load("saturation", "mix", server.url) as load:
         steps = [load.open(part * report.capacity, 6 * bounds.scale, f"{part:.0%}") for part in bounds.loads]
         report.pages["saturation"] = load.html()

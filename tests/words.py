@@ -40,7 +40,7 @@ def sources() -> list[Path]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = [ROOT / line for line in listed.splitlines()]
     shown = [path for path in paths if (path.suffix in READ or path.name in READ_NAMES) and path.is_file()]
-    return [path for path in shown if path.stem not in ("words", "test_words")]  # they contain the words
+    return [path for path in shown if path.stem not in ("words", "test_words")]  # these two contain the forbidden words
 
 
 def main() -> int:

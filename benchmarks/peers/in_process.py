@@ -1,7 +1,7 @@
 """Run the operator in a process without HTTP: an upper bound of a service's speed. throughput.py starts the process.
 
-The timed functions are `run`, the engine's operator, and `sdpa`, torch's operator. Each runs on one core, on all cores
-for each call, or on all cores with parallel calls.
+The timed functions are `run`, the engine's operator, and `sdpa`, torch's operator. Both run on one core, and on all
+cores for each call; `run` also runs parallel calls, one on each core.
 """
 
 from __future__ import annotations

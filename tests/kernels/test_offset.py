@@ -73,7 +73,7 @@ def test_it_moves_causality_windows_and_alibi(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_offset_of_the_lengths_has_the_bits_of_none(backend: str) -> None:
-    """The default offset, given as a number, a list or an integer tensor, has the bits of no offset, also in `thd`."""
+    """A call with the default offset as its argument has the bits of a call without the argument, also in `thd`."""
     options: dict[str, Any] = {"causal": True, "window": (2, 0), "backend": backend}
     expected = attention(Q, K, K, **options)
     for offset in (2, [2], [2, 2], torch.tensor(2), torch.tensor([2, 2], dtype=torch.int32)):

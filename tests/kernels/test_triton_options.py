@@ -17,8 +17,7 @@ REPEATED = ({"mask": "heads"}, {"dims": (64, 64)})
 ONE_SEQUENCE = ("dtype", "band", "softcap", "alibi", "sinks", "dropout", "group", "dims")
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
 HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
-# (Sq, Sk) of the reference page up to 239: one row, one key, primes, tile edges. The last two end inside the same tiles
-# as (113, 203) does.
+# (Sq, Sk): one row, one key, primes and edges of tiles. The last two end in the same tiles as (113, 203).
 SHAPES = [(1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (128, 217), (113, 211), (108, 200)]
 
 

@@ -24,7 +24,7 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import Route, deadline_of, reply, submit
 
 HOUR = 3600  # seconds: no timeout expires during a slow test
-TURNS = 8  # turns of the loop: enough to read all sent data and to send all possible answers
+TURNS = 8  # iterations of the event loop: enough to read all sent data and to send all possible answers
 RELEASED = 0xAA  # the bytes that overwrite released memory
 REFUSALS = {"early": "invalid_request", "staging": "queue_full", "late": "engine_lost"}
 CALLBACKS = (

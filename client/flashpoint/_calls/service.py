@@ -48,13 +48,13 @@ def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
 
 
 class CallSender(Protocol):
-    """The part of a blocking client that caches, benchmark runs and other returned objects use."""
+    """A blocking client, as objects that it returned use it to send their calls: a `Cache`, a benchmark run."""
 
     def _call(self, call: Call[R], /) -> R: ...
 
 
 class AsyncCallSender(Protocol):
-    """The part of an asyncio client that caches, benchmark runs and other returned objects use."""
+    """An asyncio client, as objects that it returned use it to send their calls."""
 
     async def _call(self, call: Call[R], /) -> R: ...
 

@@ -115,7 +115,7 @@ class ClientSettings(Generic[Http]):
             raise invalid(name, f"is missing: {why}; make a new client")
 
     def _check_process(self) -> None:
-        """Raise InvalidInputError if the caller's transport has connections of the process that forked this one."""
+        """Raise InvalidInputError if the caller's transport was used before a fork: it may share connections."""
         if isinstance(self._transport, _NO_SOCKETS):
             return
         self._process = self._process or os.getpid()

@@ -77,7 +77,8 @@ def explain(
     if not causes:
         for w in _dense(problem, answers, held_answers, wrong):
             block()
-            for names in dict.fromkeys([w.names, *((name,) for name in w.names)]):  # one mistake for all, or for each
+            # First look for a mistake that explains all wrong outputs, then for one of each output.
+            for names in dict.fromkeys([w.names, *((name,) for name in w.names)]):
                 mistakes = causes_of(replace(w, names=names))
                 causes += [Cause(m.code, m.text, m.advice, True, len(names)) for m in mistakes]
                 if mistakes and names == w.names:

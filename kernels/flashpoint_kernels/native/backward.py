@@ -25,7 +25,7 @@ QUERIES = 128  # the queries of a part are a multiple of this, except in the las
 # Minimum rows of a part, over the query heads of a key/value head: each part of a head needs memory of its own for the
 # gradients of the keys.
 _ROWS = 2048
-_PARTS = 8  # maximum parts of a key/value head
+_PARTS = 8  # maximum number of parts into which the queries of a key/value head are cut
 _LEAST_FLOPS = 1 << 21  # minimum work of a thread: waking a thread takes about half as long
 
 

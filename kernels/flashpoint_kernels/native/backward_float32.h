@@ -81,8 +81,9 @@ INLINE const float *dq_row(struct scratch *own, int64_t row) { return own->dq + 
 
 /* ---- one block of queries and one block of keys ---- */
 
-/* Compute c (rows, columns) = a b, or with ADD c += a b. a (rows, depth) has strides a_row and a_step, rows of b
-   (depth, columns) and c have strides b_row and c_row, all in floats. `columns` is a multiple of LANES. */
+/* Compute c = a b, or c += a b if `start` is ADD, with c (rows, columns), a (rows, depth) and b (depth, columns).
+   Strides are in floats: c_row, a_row and b_row between rows, a_step between columns of a. `columns` is a multiple of
+   LANES. */
 INLINE void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
                      int64_t rows, int64_t columns, int64_t depth, const enum start start) {
     for (int64_t at = 0; at < columns; at += PANEL)

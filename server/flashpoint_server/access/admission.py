@@ -91,10 +91,12 @@ class Permit:
 
 
 class Admission:
-    """Counts admitted requests with their bytes and FLOPs, from the head to the last byte of the answer.
+    """Counts admitted requests, their bytes, FLOPs and predicted seconds.
 
-    The limits apply to all HTTP processes together. A request is counted before the sums are compared with the limits.
-    Two processes that admit at the same moment may both refuse, but together they never exceed a limit.
+    A request counts from its admission, when its head has been read, until its answer has been sent. The limits apply
+    to the totals of all HTTP processes. A process counts a request before it compares the totals with the limits. So
+    two processes that admit at the same moment may both refuse, but do not exceed a limit together. A request that is
+    alone is admitted whatever its size.
     """
 
     def __init__(self, settings: Settings, counts: Counts | None = None) -> None:

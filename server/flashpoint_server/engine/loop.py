@@ -210,7 +210,7 @@ class EngineLoop:
             following = self._scheduler.finish(task, failure)
             for request in task.requests:
                 self._let_go(request.worker)
-            if self._unseen:  # the listening thread sends the counts, and plans the next expiry
+            if self._unseen:  # the ledger has changed: the listening thread sends its counts, and plans the next expiry
                 self._waker.wake()
             match task:
                 case BenchmarkSlice(plugin=plugin):

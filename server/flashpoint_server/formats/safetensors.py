@@ -25,7 +25,7 @@ OCTETS = "application/octet-stream"  # also accepted for safetensors: some calle
 
 @dataclass(frozen=True)
 class _HeadReading:
-    """A parsed head, with cached results of its checks. Requests with the same head share it."""
+    """A parsed head, with cached results of its checks. Requests with the same short head share it."""
 
     head: wire.Head
     inputs: list[tuple[str, TensorInfo]]

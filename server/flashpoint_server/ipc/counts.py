@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 MOST_PROCESSES = 256
 SINGLES = 4  # numbers at the start of a file that belong to no process
-_NUMBER = 8  # bytes
+_NUMBER = 8  # bytes of a number, a float64
 
 
 class WorkerGroup(NamedTuple):

@@ -1,4 +1,4 @@
-"""The rotary embedding by its definition, and the bounds of flash-attn's functions for each dtype."""
+"""The rotary embedding by its definition, and for each dtype the allowed error of flash-attn's functions."""
 
 from __future__ import annotations
 

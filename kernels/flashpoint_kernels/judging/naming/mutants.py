@@ -243,7 +243,7 @@ def answers(
 
 
 def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return gradients from a backward with the mistake `change`, after a right forward."""
+    """Return the gradients of a backward pass with the mistake `change`, after a right forward pass."""
     right = Forward(x, case, top_left, {})
     s, seen = right.scores()
     k, v, q, do = right.heads(x["k"]), right.heads(x["v"]), x["q"], x["do"]

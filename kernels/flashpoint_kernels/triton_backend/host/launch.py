@@ -40,7 +40,8 @@ from flashpoint_kernels.triton_backend.kernels.backward_inputs import attention_
 from flashpoint_kernels.triton_backend.kernels.cascade import attention_cascade
 from flashpoint_kernels.triton_backend.kernels.forward import attention_forward, merge_parts
 
-# A program keeps its descriptors at an offset of 512 bytes times its number; Triton before 3.9 computes it in int32.
+# Maximum programs of a launch. A program has its TMA descriptors at 512 bytes times its number; Triton before 3.9
+# computes this offset in int32.
 PROGRAMS_OF_HOPPER = 2**31 // 512
 
 _NO_ITEMS = np.empty((0, 2), np.int32)

@@ -42,8 +42,8 @@ class Table:
     """One request's rows. `alive` holds the tensors whose addresses are in the rows.
 
     `aligned`: every row of every head starts at a multiple of the widest load. `describable`: the tensors are aligned,
-    and the copy engine can load each of them. This requires positive strides of rows, and in tensors of queries also of
-    heads, and excludes pages and scales.
+    and the copy engine (TMA) can load each of them. This requires positive strides of rows, and in tensors of queries
+    also of heads, and excludes pages and scales.
     """
 
     def __init__(self, problem: Problem, extra: Mapping[str, Tensor]) -> None:

@@ -385,7 +385,7 @@ class Scheduler:
 
     @property
     def _may_launch(self) -> bool:
-        """Whether a launch may start. On a CPU it needs a core."""
+        """Whether another launch may start: fewer than the device's maximum run, and on a CPU a core is free."""
         free = self._running < self._device.cores or not self._device.is_cpu
         return free and self._launches < self._device.launches
 

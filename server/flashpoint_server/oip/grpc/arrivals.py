@@ -137,7 +137,7 @@ class Memory:
                 self._give_turns()
 
     def others(self, hold: Hold) -> bool:
-        """Return whether calls other than this one have memory."""
+        """Return whether other calls hold memory."""
         return self.used > hold.nbytes
 
     def fits(self, owner: str, nbytes: int) -> bool:

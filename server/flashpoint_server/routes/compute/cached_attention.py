@@ -259,5 +259,5 @@ def idempotency_key(request: RouteRequest) -> str:
 
 
 def cache_quota(request: RouteRequest) -> int | None:
-    """Return the maximum bytes of caches and saved forwards of the caller; None means no limit."""
+    """Return the caller's limit in bytes for its caches and saved forwards; None without a quota."""
     return None if request.caller.quota is None else request.caller.quota.cache_bytes

@@ -60,7 +60,7 @@ def programs(lists: tuple[ForwardList, ...], at: int) -> set[tuple[int, ...]]:
 
 
 def seen(shape: Shape, first: int, last: int) -> range:
-    """Return the range of the keys that any query from `first` to `last` may see, from a test of each pair."""
+    """Return the range of the keys that any query from `first` to `last` may see, by testing each pair."""
     queries = range(first, min(last + 1, shape.q_len))
     keys = [j for j in range(shape.kv_len) for i in queries if -shape.left <= j - i - shape.offset <= shape.right]
     return range(min(keys), max(keys) + 1) if keys else range(0)
