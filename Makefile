@@ -6,7 +6,7 @@ PORT ?= $(or $(FLASHPOINT_PORT),8000)
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz
+.PHONY: help install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz
 
 # Changed sources of the CPU kernels are compiled again.
 NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.[ch]) kernels/flashpoint_kernels/native/build.py
@@ -33,7 +33,8 @@ serve: $(VENV)/.server ## the server, on http://localhost:PORT (8000)
 # Three tiers, each in random order (the first line of the output has the seed; ARGS="-p randomly -p no:cacheprovider
 # --randomly-seed=N" repeats it). Files are shared out among processes; a file's tests share its servers.
 #   test       every feature, endpoint, option and error once; the limit is 3 minutes
-#   test-all   everything but the wide sweeps; the limit is 10 minutes; CI runs it
+#   test-slow  what test-all has beyond test; CI runs both, one after the other
+#   test-all   everything but the wide sweeps; the limit is 10 minutes
 #   test-full  the wide sweeps, too, and examples of hypothesis that no run had before
 WORKERS ?= 3
 # Tests start many processes: each would compile the sources anew.
@@ -42,7 +43,10 @@ SUITE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.dev ## every feature, option and error once; 3 minutes
 	$(PYTEST) $(SUITE) -m "not gpu and not image and not full and not slow" $(ARGS)
 
-test-all: $(VENV)/.dev ## all tests but the wide sweeps; CI runs it
+test-slow: $(VENV)/.dev ## the tests that test-all has beyond test
+	$(PYTEST) $(SUITE) -m "slow and not gpu and not image and not full" $(ARGS)
+
+test-all: $(VENV)/.dev ## all tests but the wide sweeps
 	$(PYTEST) $(SUITE) -m "not gpu and not image and not full" $(ARGS)
 
 test-full: $(VENV)/.dev ## the wide sweeps, too
