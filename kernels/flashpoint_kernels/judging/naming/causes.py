@@ -267,8 +267,7 @@ def _again(trial: Trial, numbers: Sequence[Outcome]) -> tuple[bool, bool]:
             trial.worker.start()
         except EndedError:
             return True, False
-        fresh = [trial.run(o.case).status == "wrong" for o in chosen[:1]]
-        if not all(fresh):
+        if trial.run(chosen[0].case).status != "wrong":
             return False, True
     return steady > 0, 0 < steady < len(chosen)
 
@@ -344,8 +343,7 @@ def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], s
 def tells(o: Outcome, code: str) -> int:
     """Return how clearly an outcome shows a cause, as 0, 1 or 2.
 
-    This is 0 if the cause is not the first one that reproduces the wrong numbers; else 2 if no other cause reproduces
-    them, apart from low precision, and 1 if others do.
+    0: it is not the first cause that reproduces the wrong numbers. 2: no other cause does, apart from low precision.
     """
     if o.call.signature.ragged or o.case.scores > _SMALL or not o.wrong_outputs:
         return 0
@@ -360,9 +358,8 @@ def _numbers(o: Outcome) -> WrongNumbers:
 
 
 def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes that predict no error on normal values, if the function is right on them.
-
-    If all predict an error, return all except those of the scale.
+    """Return the mistakes that predict no error on normal values, if the function is right on them. If there are none,
+    return all except those of the scale.
     """
     codes = {mistake.code for mistake in hits}
     if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":
@@ -373,8 +370,7 @@ def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
     right = _numbers(normal)
     kept = []
     for mistake in hits:
-        gradients = bool(mistake.backward)
-        theirs = right.with_mistake(mistake, gradients)
+        theirs = right.with_mistake(mistake, bool(mistake.backward))
         names = [n for n in OUTPUTS if n in theirs and n in normal.answers and n in normal.limits]
         if all(excess(right, n, theirs[n]) <= 3 for n in names):
             kept.append(mistake)
