@@ -20,17 +20,17 @@ from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reference_backend import formula
 
-_SMALL = 300_000  # largest number of scores of a problem that is compared with known mistakes
+_SMALL = 300_000  # largest number of scores of sequences whose wrong answers are compared with known mistakes
 _MOST = 3  # largest number of causes in a report
 _UNLIKE = ("sinks", "block_mask", "dlse", "offset")  # options for which the catalogue has no known mistakes
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The comparison of an answer with its bounds. `excess` is the largest ratio of an error to its bound L."""
+    """The comparison of an answer with its error bounds."""
 
     limits: Limits
-    excess: float
+    excess: float  # the largest ratio of an error to the bound `limits.allowed`; more than 1 is wrong
     where: str  # which sequences, heads, rows and columns are wrong
     imprecise: bool
 
@@ -44,9 +44,9 @@ def held(
 ) -> dict[str, Held]:
     """Compare the answers of a problem with their bounds.
 
-    S and L are the bounds of `exact.bounds`. An error above S is allowed up to L, but only up to `usual`(name, exact
-    answer): the largest error on this problem of the formula computed in the data type, with a margin. An allowed error
-    above S or above `usual` is imprecise. `block` is called as often as `bounds.blocks` says.
+    S and L are the bounds of `exact.bounds`. An error of at most S is allowed. A larger error is allowed if it is below
+    L and below `usual(name, exact answer)`: the largest error of the plain formula in the problem's data type, with a
+    margin. An allowed error above S or above `usual` is imprecise. `block` is called `bounds.blocks(problem)` times.
     """
     limits, _ = bounds.limits(problem, tuple(answers), block)
     held_answers = {}
@@ -77,7 +77,7 @@ def explain(
     if not causes:
         for w in _dense(problem, answers, held_answers, wrong):
             block()
-            # First look for a mistake that explains all wrong outputs, then for one of each output.
+            # First look for a mistake that explains all wrong outputs, then for a mistake in each single output.
             for names in dict.fromkeys([w.names, *((name,) for name in w.names)]):
                 mistakes = causes_of(replace(w, names=names))
                 causes += [Cause(m.code, m.text, m.advice, True, len(names)) for m in mistakes]
@@ -124,7 +124,10 @@ def _left(answer: Tensor, theirs: Tensor, exact: Tensor) -> float:
 def _dense(
     problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], wrong: Sequence[str]
 ) -> Iterator[WrongNumbers]:
-    """Yield at most two problems in bhsd, the smallest first: sequences of equal lengths whose answers are wrong."""
+    """Yield wrong answers as at most two problems in layout bhsd, the smallest first.
+
+    Each consists of sequences of equal lengths, with a wrong answer among them.
+    """
     spec = problem.spec
     slopes = problem.tensors.get("alibi_slopes")
     if spec.options.dropout_p or any(spec.has(name) for name in _UNLIKE) or (slopes is not None and slopes.ndim > 1):

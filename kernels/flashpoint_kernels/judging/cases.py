@@ -136,8 +136,8 @@ def _case(values: str, shape: Sequence[int], **more: Any) -> Case:
     return Case(values=values, **sizes, **more)
 
 
-_WORK = 1 << 23  # products that `quick` may spend on one more pair of values in the covering array
-BASE = (2, 4, 2, 33, 77, 64)  # sizes of the cases for relations and unusual memory forms
+_WORK = 1 << 23  # with `quick`, a row of the covering array that needs so many more products must cover one more pair
+BASE = (2, 4, 2, 33, 77, 64)  # sizes of the cases in `relations.py`, which tests purity and unusual memory forms
 
 
 def hostile(seed: int, quick: bool) -> Iterator[Case]:
@@ -274,7 +274,7 @@ def _forced(axes: Mapping[str, Sequence[Any]], generator: random.Random) -> dict
 
 
 def _work(row: Mapping[str, Any]) -> int:
-    """Estimate the number of products for the scores and sums of one row of the covering array."""
+    """Estimate how many multiplications attention needs for one row of the covering array."""
     (n, m), (dim, value_dim) = row["lengths"], row["dims"]
     return int(row["batch"] * row["heads"][0] * n * m * (dim + value_dim + 64))
 

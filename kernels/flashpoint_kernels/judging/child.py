@@ -1,11 +1,11 @@
-"""The process in which a caller's function runs: it receives calls, runs them, and returns answers and facts.
+"""The process in which a judged function runs: it receives calls, runs them, and returns answers and observations.
 
-`main` is a parent of such processes: it imports torch once, and forks for each session, so that a session starts in
-milliseconds and its function's module is imported anew. The judge speaks to a session over a socket: a header in JSON,
-then the bytes of the tensors that it names. Nothing is unpickled.
+`main` is the parent of such processes: it imports torch once, and forks a process for each session, so that a session
+starts in milliseconds and imports the function's module anew. The judge sends each call over a socket: a header in
+JSON, then the bytes of the tensors that the header names. Nothing is unpickled.
 
 A session does not compare answers with exact ones. It keeps earlier answers to detect that a later call overwrites
-them, and copies of inputs to detect that a call changes them.
+them, and copies of inputs to detect that a call changes them. It returns such observations as `facts`, a dict.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Session:
     def answers(
         self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Run one call, with gradients if requested. Return facts, and o, lse and the gradients of the leaves."""
+        """Run one call. Return `facts`, and o, lse and the gradients of the inputs that the request's `leaves` name."""
         leaves = request.get("leaves", [])
         given = {name: t.detach() for name, t in inputs.items()}
         for name in leaves:
@@ -397,7 +397,11 @@ def serve(connection: Connection, start: Callable[[], Callable[..., Any]], devic
 
 
 def _limit_memory(device: str) -> None:
-    """Limit this process to two thirds of the available memory, so that it fails before other processes do."""
+    """Let this process fail before others do if memory runs out.
+
+    The system's out-of-memory killer ends it first. On the CPU its address space may grow by two thirds of the
+    available memory.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as file:
         available = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
         with open("/proc/self/oom_score_adj", "w") as score:

@@ -204,14 +204,14 @@ class _Judgement:
         return self.report(named, smallest, save)
 
     def recognise(self) -> None:
-        """Find the layout by trial calls, and store the trial's findings about the function."""
+        """Find the layout by trial calls, and record a note about it and a wrong trial call for the report."""
         trial = self.trial
         if trial.signature.packed or trial.signature.ragged or trial.signature.style in ("sdpa", "flashpoint"):
             return
         text, failed = find_layout(trial, self.dtypes)
         if text:
             self.properties.append(Property("layout", "fails", text))
-        if failed is not None:  # the first call counts as a failure like any other call
+        if failed is not None:  # a wrong trial call counts as a failure, like any other call
             self.outcomes.append(failed)
 
     def cases(self, only: Mapping[str, Any] | None) -> tuple[list[Case], bool]:
@@ -396,7 +396,7 @@ class _Judgement:
         )  # fmt: skip
 
     def demanded(self, imprecise: list[Outcome], refused: Mapping[str, tuple[str, int]]) -> list[Property]:
-        """Return all properties, with a mark on those that `require` names, and those that were not tested."""
+        """Return the tested properties, and as `not tested` the others in `require`; mark those in `require`."""
         properties = list(self.properties)
         worst = max((max(o.strict.values()) for o in imprecise), default=0.0)
         text = (
@@ -451,9 +451,9 @@ def _refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 
 def _spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
-    """Return failures of each relation, the smallest cases first.
+    """Return the first failures: at most MOST, and at most 3 for each relation between calls (see relations.py).
 
-    If plain calls of the same kind are wrong, wrong numbers are no evidence against a relation.
+    Omit wrong numbers in a test of a relation if plain calls with the same data type and `causal` have them, too.
     """
     kept: list[Outcome] = []
     counts: dict[str, int] = {}

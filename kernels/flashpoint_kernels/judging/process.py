@@ -58,7 +58,7 @@ class _Spawner:
     """A process that has imported torch, and forks a process for each session (see `child`).
 
     Args:
-        function: The function of the sessions, if they cannot import it. It needs `fork`.
+        function: The function of the sessions, if they cannot import it. Needs `fork=True`.
         fork: Fork this process, which takes almost no time. Otherwise start a new process, which imports torch.
     """
 
@@ -201,7 +201,10 @@ class Worker:
             raise self._ended() from None
 
     def answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the facts and answers of the call that `ask` sent. Raises EndedError after a crash or a timeout."""
+        """Return `facts` (see `child`) and the answers to the call that `ask` sent.
+
+        Raises EndedError after a crash or a timeout.
+        """
         return self._answer(timeout)
 
     def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:

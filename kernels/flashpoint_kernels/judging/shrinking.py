@@ -89,7 +89,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def save(path: Path, outcome: Outcome) -> None:
-    """Write the inputs, the options and the function's answers of one call, in layout bhsd (thd for packed ones)."""
+    """Write the inputs, the options and the function's answers of one call, in layout bhsd (thd with cu_seqlens)."""
     problem = outcome.call.problem
     tensors = {n: t for n, t in problem.tensors.items() if n not in ("o", "lse")}
     answers = {n: outcome.answers[n] for n in OUTPUTS if n in outcome.answers}

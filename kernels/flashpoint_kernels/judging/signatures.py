@@ -1,4 +1,4 @@
-"""Find the signature of a function: its parameters by our names, its layout, and the arguments for a case."""
+"""Find the signature of a function: its parameters by Flashpoint's names, its layout, and the arguments for a case."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Signature:
     """A function's parameters, and the layout that its tensors have.
 
     - `style`: `sdpa`, `flash-attn`, `flashinfer`, `flashpoint` or `plain`.
-    - `takes`: maps our names of options and tensors to the function's names.
-    - `order`: the positional-only parameters after q, k and v, by our names.
+    - `takes`: maps Flashpoint's names of options and tensors to the function's names.
+    - `order`: the positional-only parameters after q, k and v, by Flashpoint's names.
     - `packed`: which tensors are one argument: `qkv`, `kv` or none. `ragged`: the function takes cu_seqlens.
     - `top_left`: the causal mask is aligned top left if the case does not name an alignment.
     """
@@ -169,16 +169,16 @@ def signature_of(about: Mapping[str, Any], layout: str | None = None, top_left: 
 
 @dataclass
 class Call:
-    """A case as a call of one function: the data for the function's process, and the problem in our form."""
+    """A case as a call of one function: the data for the function's process, and the case as a `Problem`."""
 
     case: Case
     request: dict[str, Any]
     tensors: dict[str, Tensor]  # in the function's layout
-    problem: Problem  # in both directions, so it includes do
+    problem: Problem  # of direction `backward`, with do; also used to judge o and lse
     signature: Signature
 
     def canonical(self, answers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None]:
-        """Return answers in bhsd (or thd) by our names, and a message about a wrong shape or data type, or None."""
+        """Return answers in bhsd (or thd) by Flashpoint's names, and a message about a wrong shape or type, or None."""
         s, spec = self.signature, self.problem.spec
         canonical: dict[str, Tensor] = {}
         for name, t in answers.items():

@@ -340,7 +340,7 @@ class Trial:
         if name in ("o", "dq") and answer.shape[:-1] == empty.shape:
             return answer.masked_fill(empty[..., None] & answer.isnan(), 0.0)
         if name in ("dk", "dv") and answer.shape == outcome.limits[name].value.shape:
-            # NaN of one row spreads to all keys of its head, so these cannot be judged.
+            # NaN of one row without keys spreads to dk and dv of all keys of its head: ignore NaN in these heads.
             heads = empty.any(-1).unflatten(1, (outcome.case.kv_heads, -1)).any(-1)  # type: ignore[no-untyped-call]
             spoilt = heads[..., None, None] & answer.isnan()
             return torch.where(spoilt, outcome.limits[name].value.to(answer.dtype), answer)
@@ -400,11 +400,11 @@ def exact(call: Call, *, gradients: bool) -> Exact:
 
 
 def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | None]:
-    """Choose the layout of a function by calling it: the guess of its signature, then those of 4 dimensions.
+    """Choose the layout of a function by calling it in each layout until the answer is right.
 
-    If the function runs with 4 dimensions, layouts with fewer are not tried, because a wrong axis may have the right
-    size there. Return a note about a guessed layout, and a failed outcome in the chosen layout: of the first call, or
-    of one that ended the process.
+    Try the layout that the signature suggests, then those of 4 dimensions. Try layouts with fewer dimensions only if
+    the function runs with none of 4, because a wrong axis may have the right size there. Return a note for the report,
+    or "", and an outcome that counts as a failure, or None: the wrong first call, or the call that ended the process.
     """
     guess = trial.signature.layout
     runs: list[tuple[float, str]] = []  # (error/L, layout) for each layout in which the function runs

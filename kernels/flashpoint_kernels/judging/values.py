@@ -61,7 +61,7 @@ def _power(x: float) -> float:
 
 
 def _shift(d: Draw, target: float) -> None:
-    """Set channel 0 of q and k so that it adds the same number to all scores: from target / 4 to target."""
+    """Set channel 0 of q and k so that it adds the same number, between target / 4 and target, to all scores."""
     root = _power(math.sqrt(abs(target) * d.root))
     d.q[..., 0] = root
     d.k[..., 0] = math.copysign(root, target)
@@ -262,7 +262,7 @@ def draw(case: Any) -> dict[str, Tensor]:
     if kind:
         size = {"": (b, hq, n, m), "keys": (b, 1, 1, m), "heads": (1, hq, n, m)}[form]
         mask = torch.rand(size, generator=g) < 0.7
-        mask[..., 0] = True  # the mask hides no whole row: causal and window cases have rows without keys
+        mask[..., 0] = True  # each row sees key 0: other cases, with `causal` or a window, test rows without keys
         tensors["attn_mask"] = mask if kind == "bool" else normal(*size).mul_(2).masked_fill(~mask, -math.inf).to(to)
     if "alibi_slopes" in case.extras:
         tensors["alibi_slopes"] = torch.exp2(-8.0 * torch.arange(1, hq + 1) / hq)

@@ -30,7 +30,7 @@ from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 
 SAFETY = 2.0  # factor of both bounds
-ILL_POSED = 0.1  # a row whose bound S exceeds this part of its largest value is ill-posed
+ILL_POSED = 0.1  # a row of o is ill-posed if its bound S exceeds this fraction of the largest |v| of its head
 CHUNK = 1 << 17  # scores in memory at a time: 1 MiB in float64; about twenty such tensors exist at once
 
 # Constants of the derivation, for: the dot product of a score, the argument of exp, other sums, roundings to the type.
@@ -130,7 +130,7 @@ class _Rows:
             self.v = scaled(x["v"], x["v_scale"], torch.float64)
         self.slopes = x["alibi_slopes"].double() if "alibi_slopes" in x else None
         self.sinks = problem.tensors["sinks"].double() if "sinks" in problem.tensors else None
-        if self.slopes is not None:  # the canonical view is float32, but a float64 problem needs the caller's float64
+        if self.slopes is not None:  # x has the slopes in float32, but a float64 problem needs those of the caller
             slopes = problem.tensors["alibi_slopes"].double()
             self.slopes = slopes[[row.index for row in rows]] if slopes.ndim == 2 else slopes[None]
         self.mask = problem.mask_part(problem.tensors["attn_mask"], rows) if spec.has("attn_mask") else None
@@ -143,7 +143,7 @@ class _Rows:
         for start in range(0, self.queries, step):
             block()
             _Chunk(self, slice(start, min(start + step, self.queries))).solve()
-        for name, (value, size, *errors) in self.sums.items():  # dk, dv: round each query head, then add heads
+        for name, (value, size, *errors) in self.sums.items():  # dk, dv: a kernel may round each query head's sum
             unit = self.unit
             for place, error in zip(self.outputs, (None, *errors), strict=True):
                 total = value if error is None else error + _ROUND * unit.u * size + unit.tiny
@@ -222,7 +222,7 @@ class _Chunk:
         return self.batch.mask[:, :, self.at] if self.batch.mask.shape[2] > 1 else self.batch.mask
 
     def keep(self) -> Tensor | None:
-        """Return the dropout factor of each weight: 0 or 1/(1 − p)."""
+        """Return the dropout factor of each weight, 0 or 1/(1 − p); None without dropout."""
         problem, options = self.batch.problem, self.options
         if not options.dropout_p:
             return None
@@ -233,7 +233,7 @@ class _Chunk:
         return kept.view(len(numbers), -1, *kept.shape[1:]).double() / (1.0 - options.dropout_p)
 
     def scores(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-        """Return the scores (−∞ where hidden), what is visible, the score errors for S and L, and softcap's slope."""
+        """Return the scores (−∞ if hidden), which are visible, their errors for S and L, and softcap's derivative."""
         batch, unit, options = self.batch, self.unit, self.options
         q, k, scale = self.q, batch.k, self.scale
         w = unit.w

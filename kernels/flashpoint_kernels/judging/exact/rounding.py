@@ -19,7 +19,7 @@ LARGEST = {name: torch.finfo(DTYPES[name]).max for name in _UNIT}
 class Unit(NamedTuple):
     """The rounding units for one data type."""
 
-    w: float  # unit of float32, the least precision for sums; of float64 for float64
+    w: float  # unit of float32, in which kernels must add; of float64 if the data type is float64
     u: float  # unit of the data type itself
     half: float  # 2u for 16-bit types, 0 for the others
     eta: float
@@ -32,7 +32,7 @@ def unit_of(dtype: str, precision: str = "ieee") -> Unit:
     u = _UNIT[dtype]
     w = min(u, 2.0**-24)
     tf32 = 2.0**-10 if precision == "tf32" and dtype == "float32" else 0.0
-    # Processors may flush subnormal numbers to 0, except in float16.
+    # `_TINY` is the smallest number that no processor flushes to 0: a normal number, but a subnormal one in float16.
     return Unit(w, u, ROUND * u if u > w else 0.0, _TINY[dtype] / 2, _TINY[dtype], tf32, DTYPES[dtype])
 
 
@@ -44,9 +44,10 @@ def rounded(t: Tensor, to: torch.dtype) -> Tensor:
 class Maxima:
     """Mark the keys that have the largest score of their tile, for several tile sizes. Scores are (…, keys).
 
-    Autograd passes the gradient of a tile's maximum to its key. In exact numbers it is 0; with rounding it is the sum
-    of the errors of the tile's dS. The kernel's tile size is unknown. So assume for each key the largest tile in which
-    it has the maximum, or the whole row if it is a running maximum.
+    If autograd differentiates an online softmax, the gradient of each tile's maximum flows to the key that has it. In
+    exact arithmetic this gradient is 0; with rounding it is the sum of the errors of the tile's dS. The kernel's tile
+    size is unknown. So assume for each key the largest tile in which it has the maximum, or the whole row if it is a
+    running maximum.
     """
 
     def __init__(self, s: Tensor) -> None:
@@ -70,7 +71,7 @@ class Maxima:
         return t.expand(*t.shape[:-1], tile).flatten(-2)[..., : self.keys]
 
     def through(self, moved: Tensor) -> Tensor:
-        """Return the error of dS that the gradient of maxima causes, from the errors of all dS."""
+        """Return the error of dS that the gradients of the maxima cause. `moved` are the other errors of all dS."""
         if not self.keys:
             return torch.zeros_like(moved)
         more = self.running * moved.sum(-1, keepdim=True)

@@ -179,7 +179,7 @@ def _beyond_accuracy(
             )
     elif numbers and any(_same_as_earlier(o, outcomes) for o in numbers):
         yield cause("replay", "the answer of an earlier call is returned", "do not cache by address or shape"), numbers
-    # If plain calls of the same kind are wrong, a failed relation is no evidence of its own.
+    # Skip a wrong answer in a test of a relation if plain calls with this data type and `causal` are also wrong.
     inaccurate = {
         (o.case.dtype, o.case.causal, bool(o.request.get("leaves")))
         for o in numbers
@@ -319,9 +319,9 @@ def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause,
 
 
 def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], simple: Sequence[Outcome]) -> None:
-    """Merge causes that are fitted factors of the scores into one, with all cases that one of them explains.
+    """Merge the causes "scores are F times the right ones" with different F into one, for all cases that an F explains.
 
-    Where almost all weight is on one key, several factors and other mistakes give the same numbers.
+    If almost all weight is on one key, several factors and other mistakes give the same numbers.
     """
     fitted = [key for key, (mistake, _) in texts.items() if key[0] == "scale" and "sqrt" not in mistake.text]
     if not fitted:
@@ -358,8 +358,8 @@ def _numbers(o: Outcome) -> WrongNumbers:
 
 
 def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes that predict no error on normal values, if the function is right on them. If there are none,
-    return all except those of the scale.
+    """If the function is right on normal values, return the mistakes that predict no error there, or if there are none,
+    all mistakes except those of the scale. Otherwise return all of `hits`.
     """
     codes = {mistake.code for mistake in hits}
     if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":

@@ -74,7 +74,7 @@ def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
         low, high = (low, b) if left(2**a) < left(2**b) else (a, high)
     factor = 2 ** ((low + high) / 2)
     smallest_left = left(factor)
-    if smallest_left > LEFT or abs(math.log2(factor)) > 8:  # beyond 2^±8, weights are equal, or one is 1
+    if smallest_left > LEFT or abs(math.log2(factor)) > 8:  # beyond 2^±8, all weights are equal or one is 1
         return named
     allowed_left = min(LEFT, 2 * smallest_left + 0.01)
     sizes = {
@@ -164,7 +164,7 @@ def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
 
 
 def excess(w: WrongNumbers, name: str, theirs: Tensor) -> float:
-    """Return the largest error/L of an answer, compared with the answer that a mistake gives."""
+    """Return the largest error of `theirs`, the answer that a mistake gives, as a multiple of the bound L."""
     ratios = w.limits[name].excess(theirs.to(w.answers[name].dtype), w.case.dtype)[1]
     return float(ratios.max()) if ratios.numel() else 0.0
 
@@ -195,7 +195,7 @@ def unexplained(w: WrongNumbers, name: str, theirs: Tensor | None) -> float:
 
 
 def of_the_numbers(w: WrongNumbers) -> Mistake | None:
-    """Return a mistake that the wrong numbers show without a comparison."""
+    """Return a mistake that shows in the wrong numbers themselves: a factor, a shift, zeros or a transposed answer."""
     name = "o" if "o" in w.names else w.names[0]
     answer, exact = w.answers[name].double(), w.limits[name].value
     finite = answer.isfinite() & exact.isfinite()

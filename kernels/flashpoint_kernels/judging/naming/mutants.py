@@ -264,7 +264,7 @@ def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mappi
     p = p.masked_fill(p < change.get("least", 0.0), 0.0)
     dead = ~seen.any(-1, keepdim=True)
     weights = rounded_to(p, change.get("weights", "none"))
-    if "dead" in change:  # weights of rows that see no key
+    if "dead" in change:  # give the rows that see no key these weights
         p = torch.where(dead, change["dead"], p)
         weights = p if change["dead_values"] else weights
     dp = do @ v.mT
