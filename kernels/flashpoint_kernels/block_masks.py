@@ -33,10 +33,10 @@ def create_block_mask(
             FlexAttention's `mask_mod` (Dong et al. 2024). It gets integer tensors that broadcast to (batch, heads,
             queries, keys), and returns booleans that do: `lambda b, h, i, j: i - j < 256`, `lambda b, h, i, j:
             document[i] == document[j]`. Or a dense mask, booleans of (…, Sq, Sk).
-        batch: B, for a function. None or 1 where the mask is the same for all sequences.
-        heads: Hq, for a function. None or 1 where the mask is the same for all heads.
-        q_len: Sq, for a function.
-        kv_len: Sk, for a function.
+        batch: B, if `mask` is a function. None or 1 if the mask is the same for all sequences.
+        heads: Hq, if `mask` is a function. None or 1 if the mask is the same for all heads.
+        q_len: Sq, needed if `mask` is a function.
+        kv_len: Sk, needed if `mask` is a function.
         device: Device of the block mask of a function, and of the tensors that the function gets.
         block_size: (Mq, Mk), or one number for both: multiples of 16. Give the same to `attention`.
 

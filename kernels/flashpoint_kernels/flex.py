@@ -22,7 +22,7 @@ from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.operators.torch_rules import autocast, refuse_batched_gradients, refuse_transforms
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # imports torch._dynamo
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # slow: imports torch._dynamo
 
 TILE_Q, TILE_K = 128, 512
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -141,7 +141,10 @@ def _check(
 
 @dataclass(eq=False)
 class _Blocks:
-    """The blocks in which queries see keys, (B or 1, Hq or 1, rows, columns), and the blocks without a hidden score."""
+    """A BlockMask as bool tensors (B or 1, Hq or 1, rows, columns) with one element for each block.
+
+    `seen` marks the blocks with a visible score, `full` the blocks in which all scores are visible.
+    """
 
     seen: Tensor
     full: Tensor
@@ -243,7 +246,7 @@ def _products_dtype(t: Tensor) -> torch.dtype:
 
 
 def _grouped(t: Tensor, heads: int) -> Tensor:
-    """Return (B, Hq, rows, …) as (B, heads, Hq/heads·rows, …): the query heads of a key head are its rows."""
+    """Return (B, Hq, rows, …) as (B, heads, Hq/heads·rows, …): one key head gets the rows of all its query heads."""
     return t.reshape(len(t), heads, t.shape[1] // max(heads, 1) * t.shape[2], t.shape[3])
 
 
@@ -279,7 +282,7 @@ class _Tiled(torch.autograd.Function):
             out[:, :, rows] = torch.where(seen, sums / total, 0).to(q.dtype)
             lse[:, :, rows] = torch.where(seen, largest_so_far + total.log(), -torch.inf).squeeze(-1)
             largest[:, :, rows] = largest_so_far.squeeze(-1)
-        ctx.flex, ctx.captured = flex, captured  # no memory is lost: score_mod also keeps the captured tensors alive
+        ctx.flex, ctx.captured = flex, captured  # costs no memory: score_mod refers to the captured tensors, too
         ctx.save_for_backward(q, k, v, out, lse, *captured)
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
@@ -342,7 +345,10 @@ class _TiledGradient(torch.autograd.Function):
 def _through(
     scores: Tensor, ds: Tensor, products: Tensor, captured: Sequence[Tensor], of_captured: Sequence[Tensor]
 ) -> Tensor:
-    """Return the gradient of products from that of scores; add the gradients of captured tensors to their sums."""
+    """Differentiate `score_mod` on one tile: return the gradient of `products`, from `ds`, the gradient of `scores`.
+
+    The gradients of the `captured` tensors are added to `of_captured`.
+    """
     if not scores.requires_grad:  # score_mod uses neither the score nor a captured tensor
         return torch.zeros_like(products)
     gradients = torch.autograd.grad(scores, (products, *captured), ds, allow_unused=True)
@@ -353,10 +359,10 @@ def _through(
 
 
 class _Captured(TorchFunctionMode):
-    """Record the arguments of each torch function that score_mod calls, if they require a gradient: captured tensors.
+    """Find the tensors that score_mod captures: the arguments of its torch functions that require a gradient.
 
-    Intermediate tensors of score_mod require no gradient, because gradients are off. `instead` maps the id of a
-    captured tensor to its replacement: a leaf of autograd, at which the tile's derivative ends.
+    Intermediate tensors of score_mod require no gradient, because gradients are off. With `instead`, replace captured
+    tensors: it maps the id of each to a leaf of autograd, at which the tile's derivative ends.
     """
 
     def __init__(self, instead: Mapping[int, Tensor] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The library's two functions: `attention`, which is differentiable, and `attention_backward`."""
+"""The functions `attention`, which is differentiable, and `attention_backward`, which returns its gradients."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def attention_backward(
 
 
 def _options(window: Sequence[int] | None, *given: Any) -> Options:
-    """Return the options of a call from a cache: to check them takes as long as a short sequence in torch."""
+    """Return the checked options of a call, from a cache if possible: a check takes as long as a small forward."""
     pair = window if type(window) in (tuple, list) else ()
     assert pair is not None
     given_plainly = len(pair) == 2 and _PYTHONS.issuperset(map(type, (*pair, *given)))
@@ -258,9 +258,10 @@ def _scale(value: Tensor | float | None) -> Tensor | None:
 
 
 def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """Return the tensors of a call: lengths, offsets and page numbers may also be lists, arrays, int32 or int64.
+    """Return the tensors of a call; convert lengths, offsets and page numbers from numbers, lists and arrays.
 
-    Raises ProblemError for other values that are not tensors, because the dispatcher's error would name its schema.
+    Raises ProblemError for other values that are not tensors: torch's dispatcher would raise an error about its schema,
+    which does not tell the caller what to pass.
     """
     checked = dict(tensors)
     for name, t in tensors.items():
@@ -274,7 +275,7 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
             kinds = f"{'an integer, ' if number else ''}a list, an array or " if name in _INTEGERS else ""
             raise ProblemError([(name, f"must be {kinds}a torch tensor, not {type(t).__name__}")])
         if name == "block_table" and t.dtype == torch.int64:
-            checked[name] = t.clamp(-1, 2**31 - 1).int()  # a number outside int32 stays outside the pool
+            checked[name] = t.clamp(-1, 2**31 - 1).int()  # a page number outside int32 must stay invalid
     return checked
 
 

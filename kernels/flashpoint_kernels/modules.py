@@ -58,7 +58,7 @@ class FlashAttention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, lengths: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Return (B, S, dim) of x.
+        """Return the attention of x with its projections, (B, S, dim).
 
         Args:
             x: Inputs, (B, S, dim), in the dtype of the parameters.
@@ -117,7 +117,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, dim, bias=bias))
 
     def forward(self, x: Tensor, lengths: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Return (B, S, dim) of x.
+        """Return the block's output for x, (B, S, dim).
 
         Args:
             x: Inputs, (B, S, dim), in the dtype of the parameters.

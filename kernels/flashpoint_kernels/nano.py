@@ -107,7 +107,7 @@ def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tup
         )
     (*heads, q_len, dim), kv_len = q.shape, k.shape[-2]
     o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:-1], device=q.device)
-    # 48: the minimum of all GPUs
+    # 48 KiB: each program on any GPU has at least this much shared memory
     rows = tile_rows(48 if INTERPRETED else chip_of(q.device).shared_kib, dim, q.itemsize)
     nano_forward[math.prod(heads), triton.cdiv(q_len, rows)](
         q.contiguous(), k.contiguous(), v.contiguous(), o, lse, q_len, kv_len, dim, dim**-0.5, causal, rows,
@@ -124,7 +124,7 @@ def source() -> str:
 
 
 def tried(device: str) -> list[tuple[str, Verification]]:
-    """Run the kernel on some problems on `device`: each in words, and its errors against float64 beside torch's own."""
+    """Run the kernel on some problems on `device`. Return for each a description, and its errors against float64."""
     lines = []
     for q_len, kv_len, dim, causal, dtype in _SHOWN:
         generator = torch.Generator().manual_seed(0)

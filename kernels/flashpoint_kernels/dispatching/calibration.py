@@ -1,7 +1,8 @@
-"""Measure the `cost.Rates` of a backend on one core of this CPU, for predictions.
+"""Measure the `cost.Rates` of a backend on one core of this CPU: `problems/cost.py` predicts running times from them.
 
-Each rate is a difference of the times of two small problems. All backends together take about 0.2 s. The clock is the
-thread's processor time, so that other programs do not change the rates. The rates of a GPU follow from its peak.
+Each rate is a difference of the times of two small problems. To measure all backends takes about 0.2 s. The clock is
+the thread's processor time, so that other programs do not change the rates. For a GPU nothing is measured: `of_gpu`
+uses its peak FLOP/s and the nominal rates.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _REPEATS = 2  # repetitions of a timing; the shortest time counts
 _LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # sequence lengths that take some milliseconds
 _NARROW, _WIDE = 16, 128  # head dimensions
 _TYPES = {"torch": ("float16", "bfloat16")}  # 16-bit types that have kernels of their own, beside float32
-_KEYS = 1 << 17  # keys of the two heads together: 32 MiB with their values
+_KEYS = 1 << 17  # keys of each of two heads; k and v together have 32 MiB
 _SEQUENCES = {"torch": 2048, "tiled": 2048, "reference": 16}
-_LEAST = 0.1  # fraction of the nominal rate: noise must not make a rate 0
+_LEAST = 0.1  # fraction of the nominal rate that replaces a smaller measured rate: noise can make it 0
 _OF_PEAK = 0.3  # assumed fraction of a GPU's peak that a kernel reaches; not measured
 _INTERPRETED = Rates(2e-2, 1e-2, 1e-9, 1e-7, {})  # Triton's interpreter, measured once; nobody uses it for serving
 

@@ -27,7 +27,7 @@ _MODULES = {
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
-_OWN_FORWARD = ("reference", "torch on the CPU")  # their `backward` computes missing `o` and `lse` itself
+_OWN_FORWARD = ("reference", "torch on the CPU")  # backends whose `backward` computes missing `o` and `lse` itself
 
 # Triton reads this variable when it defines kernels, so only the value at import time counts.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -50,7 +50,7 @@ def available_backends(device: str) -> Backends:
         in_c = ("torch",) if native.library() is not None else ()
         return Backends((*in_c, "tiled", "reference", *(("triton",) if _INTERPRETED else ())), kind)
     if kind != "cuda" or torch.version.hip is not None:
-        names = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # others may lack float64
+        names = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # other devices may lack float64
         return Backends(names, kind, "the kernels are for NVIDIA's GPUs")
     # Without a GPU, return the backends of a supported GPU: a caller may ask before a device exists.
     reason = ""
@@ -62,11 +62,11 @@ def available_backends(device: str) -> Backends:
 
 
 def run(problems: Sequence[Problem], backend: str) -> None:
-    """Run problems on a backend, in one launch, into their outputs.
+    """Run problems on a backend in one launch, and write the results into the problems' `outputs`.
 
-    A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
-    cores: a single problem of `torch` uses its own threads; other problems are cut by `reproducible.split`. A caller
-    may also run such a part alone.
+    For gradients without given `o` and `lse`, the backend's forward runs first. On the CPU, `torch` and `tiled` run on
+    all cores: the kernels of `torch` start threads for a single problem; other problems are cut into parts by
+    `reproducible.split`, which run in parallel. To run one part in the calling thread, use `run_part`.
 
     Args:
         problems: Problems with one direction, one device and one `problem.launch_key`.

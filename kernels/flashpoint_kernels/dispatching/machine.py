@@ -1,4 +1,4 @@
-"""Describe the machine and software on which figures are measured, without torch."""
+"""Return the CPU's name and package versions, to state them with measured figures. Does not import torch."""
 
 from __future__ import annotations
 

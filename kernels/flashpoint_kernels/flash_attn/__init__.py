@@ -3,9 +3,9 @@
     from flashpoint_kernels.flash_attn import flash_attn_func
 
 `install` puts this package where `import flash_attn` finds it, so that code that was written for flash-attn runs where
-flash-attn cannot be installed. Everything is also in float32. Arguments that choose a schedule are accepted and change
-nothing: `deterministic` (gradients always are), `num_splits`, and `max_seqlen_q` and `max_seqlen_k`, which follow from
-the tensors.
+flash-attn cannot be installed. The functions also accept float32. Arguments that choose a schedule are accepted and
+change nothing: `deterministic` (gradients always are), `num_splits`, `max_seqlen_q` and `max_seqlen_k`: the largest
+lengths follow from the tensors.
 """
 
 from flashpoint_kernels.flash_attn.flash_attn_interface import flash_attn_func as flash_attn_func
@@ -22,4 +22,4 @@ from flashpoint_kernels.flash_attn.flash_attn_interface import flash_attn_with_k
 from flashpoint_kernels.flash_attn.installation import install as install
 from flashpoint_kernels.flash_attn.installation import uninstall as uninstall
 
-__version__ = "2.8.3"  # of flash-attn, whose signatures these are
+__version__ = "2.8.3"  # the version of flash-attn whose signatures this package has

@@ -30,7 +30,7 @@ def unpad_input(
     Args:
         hidden_states: (B, S, …).
         attention_mask: (B, S), bool or 0 and 1: true for valid rows.
-        unused_mask: (B, S): rows that the answer contains, but that do not count as used.
+        unused_mask: (B, S): further rows to return, which do not count as used.
 
     Returns:
         The rows (T, …), their indices in the B·S rows, the start of each sequence (int32, (B + 1,)), the largest
@@ -47,7 +47,10 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Remove padding like `unpad_input`, from rows that contain several sequences with lengths (B, S), 0 for none."""
+    """Remove padding like `unpad_input`, but each of the B rows of tokens may contain several sequences.
+
+    `attention_mask_in_length` (B, S) has the lengths of each row's sequences, followed by zeros.
+    """
     length = attention_mask_in_length.sum(-1)
     mask = torch.arange(hidden_states.shape[1], device=length.device) < length[:, None]
     lengths = attention_mask_in_length.flatten()

@@ -30,7 +30,7 @@ def _error(errors: Iterable[tuple[str, str]]) -> FlashAttnError:
     return FlashAttnError("; ".join(f"{name}: {text}" for name, text in errors))
 
 
-# Raises flash-attn's type of error, with flash-attn's names of arguments.
+# A decorator: replaces a ProblemError by a FlashAttnError, which has flash-attn's names of the arguments.
 _in_flash_attns_words = raises_as(
     _error, {"scale": "softmax_scale", "window": "window_size", "kv_lengths": "cache_seqlens"}
 )
@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k: The same of k; with `block_table` their differences are the numbers of keys.
         max_seqlen_q: Changes nothing: the length of the longest sequence follows from `cu_seqlens_q`.
         max_seqlen_k: Changes nothing, as `max_seqlen_q`.
-        dropout_p: See `flash_attn_func`, as for the other arguments.
+        dropout_p: See `flash_attn_func`.
         softmax_scale: Factor of q·k; None is 1/sqrt(D).
         causal: Query i of a sequence sees no key after i + Sk − Sq.
         window_size: (left, right) in each sequence.
@@ -259,14 +259,14 @@ def flash_attn_with_kvcache(
         q: Queries, (B, Sq, H, D).
         k_cache: Keys, (B_cache, S_cache, Hk, D); with `block_table` pages, (n, page_size, Hk, D) of any page size.
         v_cache: Values, as `k_cache`.
-        k: Keys that are written behind the first `cache_seqlens` ones, (B, S_new, Hk, D), with v; None: nothing.
+        k: New keys, (B, S_new, Hk, D), written after the first `cache_seqlens` keys. Needs v. None: write nothing.
         v: Values, as k.
-        rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim/2): k's rows are turned by their positions
-            in the cache, q's rows by those from `cache_seqlens` on, with `causal` or a window; else all of them by
-            `cache_seqlens`. Needs k.
+        rotary_cos: Cosines of the rotary embedding, (positions, rotary_dim/2). Row i of k is rotated by its position
+            in the cache, `cache_seqlens` + i. With `causal` or a window row i of q is rotated by the same position,
+            otherwise each row of q by position `cache_seqlens`. Needs k.
         rotary_sin: Sines, as `rotary_cos`.
-        cache_seqlens: Keys in the cache before the call: a number, or int32 (B,). None: all S_cache keys count; with
-            k it is needed.
+        cache_seqlens: Number of keys in the cache before the call: a number, or int32 (B,). None: all S_cache keys are
+            valid. Needed with k.
         cache_batch_idx: Row of the cache for each sequence, int32, (B,); None: row b. Not with `block_table`.
         cache_leftpad: Number of keys at the start of each sequence that are not seen, int32, (B,). Not with
             `block_table`.
@@ -300,7 +300,8 @@ def flash_attn_with_kvcache(
         turned = partial(
             apply_rotary_emb, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved, seqlen_offsets=lengths
         )
-        moving = causal or max(window_size) >= 0  # else all queries have one position, like heads of one row
+        # Without `causal` or a window, all queries of a sequence get the same position: pass them as heads of one row.
+        moving = causal or max(window_size) >= 0
         k, q = turned(k), turned(q) if moving else turned(q.flatten(1, 2).unsqueeze(1)).view(q.shape)
     pages = block_table
     if pages is None and cache_batch_idx is not None:  # each row of the cache is a page
@@ -345,7 +346,10 @@ def _check_cache(
 def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, pages: Tensor | None, capacity: int
 ) -> None:
-    """Write new rows (B, S_new, Hk, D) behind the first `lengths` rows of each sequence. Raises FlashAttnError."""
+    """Write k and v (B, S_new, Hk, D) into the cache, after the first `lengths` rows of each sequence.
+
+    Raises FlashAttnError if they do not fit; not checked on a GPU.
+    """
     places = lengths[:, None].long() + torch.arange(k.shape[1], device=k.device)
     if not lengths.is_cuda and places.numel() and int(places.max()) >= capacity:
         of = "the cache" if pages is None else "the pages of block_table"
@@ -377,5 +381,5 @@ def _unpacked(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]
 
 
 def _end(cu_seqlens: Tensor, t: Tensor) -> int:
-    """Return the end of the last sequence; on a GPU, where reading it would wait for the device, the number of rows."""
+    """Return the end of the last sequence; on a GPU, where reading it would wait for the device, the rows of `t`."""
     return len(t) if cu_seqlens.is_cuda or not cu_seqlens.numel() else int(cu_seqlens[-1])

@@ -21,7 +21,8 @@ def install(*, transformers: bool = False) -> None:
 
     Args:
         transformers: Also replace the checks by which transformers refuses FlashAttention 2 on this device, so that
-            `attn_implementation="flash_attention_2"` runs on these kernels. For the versions that were tested.
+            `attn_implementation="flash_attention_2"` runs on these kernels. Works with the tested versions of
+            transformers: `TRANSFORMERS`.
 
     Raises:
         RuntimeError: flash_attn is installed or imported already, or this version of transformers was not tested.

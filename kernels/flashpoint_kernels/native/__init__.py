@@ -22,7 +22,7 @@ from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
 LEVELS = ("avx2", "avx512", "amx")
 FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # environment variable: compute all types in float32, without AMX
-VECTOR = 16  # the number of floats of o in a chunk's state is padded to a multiple of it
+VECTOR = 16  # a row of the partial o of a chunk of keys is padded to a multiple of this number of floats
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
 SUPPORT = EVERY_FEATURE - {"float64", "wide_head_dim", "large_head_dim"}
 MISSING = (

@@ -107,7 +107,11 @@ class _Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The tasks of one call; and if a mask's gradient is summed over sequences, the sum and one sequence's gradient."""
+    """The tasks of one call of the C function.
+
+    `sum_and_part`: if a mask's gradient is summed over sequences, the sum, and the gradient of this call's sequence,
+    which is added to it after the call; else None.
+    """
 
     tasks: array[int]
     sum_and_part: tuple[Tensor, Tensor] | None
@@ -129,12 +133,12 @@ class Backward:
     softcap: float
     keep: float  # 1 - dropout_p
     dropped: Dropped
-    first_head: int  # the first of the request's query heads, for dropout
+    first_head: int  # index of the first query head in the request: dropout's random words depend on it
     adds: bool
     block_size: tuple[int, int] = (128, 128)  # queries and keys of a block of the block mask
     _places: dict[str, _Place] = field(init=False)
     _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
-    _dsinks: list[NDArray[np.float64]] = field(default_factory=list, init=False)  # (n, Hq) for each part, in order
+    _dsinks: list[NDArray[np.float64]] = field(default_factory=list, init=False)  # arrays (parts, Hq)
     _dmask: Tensor | None = field(default=None, init=False)  # sum over sequences; broadcast dimensions have size 1
 
     def __post_init__(self) -> None:
@@ -168,7 +172,7 @@ class Backward:
         return max(1, min(threads, flops // _LEAST_FLOPS))
 
     def shares(self, sequences: list[Sequence], threads: int) -> list[list[Step]]:
-        """Cut the work into about equal shares for at most `threads` threads: first `run` them, then call `finish`."""
+        """Return the work in equal shares for at most `threads` threads. Pass them to `run`, then call `finish`."""
         if self.adds and not self._places["dattn_mask"].batch and len(sequences) > 1:
             self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
         workers = self._workers(threads, sum(sequence.pairs(0, sequence.queries) for sequence in sequences))
@@ -186,7 +190,7 @@ class Backward:
             calls.share(self._function(), [self._call(step.tasks) for share in shares for step in share])
 
     def call(self, shares: list[list[Step]]) -> Callable[[], None]:
-        """Return the call that runs and finishes shares without a mask's gradient and dsinks.
+        """Return the call that runs and finishes `shares`, for gradients other than dattn_mask and dsinks.
 
         It may be called again while the tensors stay at their addresses.
         """
@@ -303,7 +307,7 @@ class Backward:
         return steps
 
     def _tasks(self, parts: list[_Part]) -> array[int]:
-        """Return the tasks of a call.
+        """Return the tasks of a call: the members of one `struct part` for each of `parts`.
 
         If the call contains the first part of a head that is cut, the head's later parts in this call add to the sums
         of the first, in order. Else each part has sums of its own, which `finish` adds.

@@ -1,7 +1,8 @@
 /* The products of the gradient by AMX, for bfloat16: P and dS are rounded to bfloat16, and sums are float32.
 
-   The lanes of S, P and dS are keys. dV^T = dO^T P and dK^T = Q^T dS are computed as transposes: pairs of rows of P and
-   dS are tiles of b. For dQ = dS K, rows of dS are tiles of a. Rows that fill the last tile are zeros.
+   The columns of S, P and dS are keys. A tile product adds a b to c, see tiles.h. dV and dK are computed as transposes,
+   dV^T = dO^T P and dK^T = Q^T dS, with pairs of rows of P and dS as tiles of b. For dQ = dS K, rows of dS are tiles of
+   a. Rows that fill up the last tile are zeros.
 
    backward_float32.h computes parts with infinity, NaN, or numbers whose products may overflow: a tile product adds
    the sums of even and of odd elements, which could be infinities of opposite signs. */
@@ -116,7 +117,7 @@ INLINE void rows_of_tiles(float *to, const float *tiles, int64_t width) {
             transpose_rows((char *)(to + j * width + d), width * sizeof(float), (const char *)tiles, 64);
 }
 
-/* Write the gradients of a block's keys as rows. */
+/* Convert the gradients of a block's keys from transposed tiles to rows. */
 INLINE void finish_keys(struct scratch *own) {
     rows_of_tiles(own->dk, own->dk_tiles, own->dim);
     rows_of_tiles(own->dv, own->dv_tiles, own->value_dim);

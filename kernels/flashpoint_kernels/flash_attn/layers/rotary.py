@@ -1,8 +1,8 @@
 """The rotary position embedding (RoFormer, Su et al. 2021) with the functions of `flash_attn.layers.rotary`.
 
-Each pair of columns (x, y) of a row at position t becomes (x·cos − y·sin, x·sin + y·cos) of cos[t] and sin[t]. Pairs
-are columns 2i and 2i + 1 where `interleaved` (GPT-J), else columns i and i + rotary_dim/2 (GPT-NeoX). Columns from
-rotary_dim on stay as they are. Products are in float32.
+Each pair of columns (x, y) of a row at position t becomes (x·c − y·s, x·s + y·c), with c and s from cos[t] and sin[t].
+With `interleaved`, columns 2i and 2i + 1 are a pair (GPT-J), else columns i and i + rotary_dim/2 (GPT-NeoX). Columns
+from rotary_dim on stay as they are. Products are in float32.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RotaryEmbedding(nn.Module):
         dim: Number of columns that the embedding changes.
         base: Base of the frequencies.
         interleaved: Which columns are pairs, see the module.
-        scale_base: Distance after which the scale is applied once; None: without.
+        scale_base: Number of positions over which the exponent of XPos's scale grows by 1. None: no scale.
         device: Device of the frequencies.
     """
 
@@ -150,7 +150,10 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply the embedding in place to `qkv` as `apply_rotary_emb_qkv_`, or to q (B, S, H, D) and k in `kv`."""
+        """Apply the embedding in place: to q and k of `qkv`, as `apply_rotary_emb_qkv_`.
+
+        If `kv` (B, S, 2, Hk, D) is given, `qkv` is q alone, (B, S, H, D): apply it to q and to the k of `kv`.
+        """
         farthest = int(seqlen_offset.max()) if isinstance(seqlen_offset, Tensor) else seqlen_offset
         length = max_seqlen or qkv.shape[1] + farthest
         cos, sin, cos_k, sin_k = self._tables(length, qkv)
