@@ -52,7 +52,7 @@ class Rates:
         memory: Bytes of keys and values that the device reads per second.
         pcie: Bytes per second, each way, between the server and its device.
         round_trip: Seconds that the network adds to a call.
-        shared: Caller, server and device are the same cores, so nothing overlaps.
+        shared: Caller, server and device use the same cores, so nothing overlaps.
     """
 
     call: float
@@ -91,7 +91,7 @@ class Prediction:
 
     Args:
         stages: Seconds of one request in each stage, in order.
-        shared: Caller, server and device are the same cores, so that stages do not overlap.
+        shared: Caller, server and device use the same cores, so that stages do not overlap.
     """
 
     stages: dict[str, float]
@@ -149,8 +149,8 @@ def need(
         with_forward: A gradient sends the forward's o and lse; without them the server computes the forward again.
         parts: (r, c) of a sharded call: each query is sent with every one of c parts of the keys, each key with every
             one of r parts of the queries.
-        cached: k and v are in KV caches on the server: the call sends those of its own tokens only, and the device
-            reads all.
+        cached: The server has KV caches: the call sends only the keys and values of its new tokens, and the device
+            reads those of all tokens.
 
     Raises:
         InvalidInputError: the arguments do not fit together.
@@ -218,7 +218,7 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
     one = zeros(1, 1, 1, 64)
     call, _ = _median(lambda: client.attention(one, one, one, with_meta=True))
     keys = zeros(1, 1, 16 * MIB // one.nbytes, 64)
-    # The call has only one key, so the upload dominates its time.
+    # `kv_lengths` makes the call attend to one key only, so the upload dominates its time.
     upload, _ = _median(lambda: client.attention(one, keys, keys, kv_lengths=[1], with_meta=True))
     rows, value = zeros(1, 1, 16 * MIB // (256 * kind.itemsize), 1), zeros(1, 1, 1, 256)
     download, _ = _median(lambda: client.attention(rows, rows[:, :, :1], value, q_lengths=[1], with_meta=True))
@@ -242,7 +242,7 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
 
 
 def _rate(nbytes: int, seconds: float) -> float:
-    """Return bytes per second. Return inf if noise hid the transfer, so that the call was not slower."""
+    """Return bytes per second. Return inf if `seconds`, a difference of two measured times, is not above 0."""
     return nbytes / seconds if seconds > 0 else math.inf
 
 

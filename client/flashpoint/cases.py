@@ -18,7 +18,8 @@ from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import REQUIRED, refusals
 from flashpoint_contract.wording.hints import each_meant
 
-# `MEANT`: options that define the result; one that is not in a file has its default. `_HOW`: all other options.
+# `MEANT`: the options that define the result. If a file does not contain one of them, its default applies. `_HOW`: all
+# other options, which say how to compute it or which tensors to return.
 _HOW = ("block_size", "dropout_seed", "precision", "return_lse", "grads", "deterministic", "backend")
 MEANT = tuple(name for name in OPTIONS if name not in _HOW)
 

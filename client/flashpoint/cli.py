@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe: `flashpoint --help | head -3`
+        # No message for a BrokenPipeError: the reader closed the pipe, as in `flashpoint --help | head -3`.
+        if not isinstance(error, BrokenPipeError):
             complain("flashpoint", f"cannot read or write: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes stdout again at exit
         return 1

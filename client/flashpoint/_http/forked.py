@@ -13,7 +13,7 @@ from typing import Protocol
 
 class Forkable(Protocol):
     def forked(self) -> None:
-        """Drop the parent's resources. Runs in the child's only thread; inherited locks may never be released."""
+        """Drop the parent's resources. Do not wait for an inherited lock: no thread of the child can release it."""
 
 
 _watched: weakref.WeakSet[Forkable] = weakref.WeakSet()

@@ -37,8 +37,9 @@ def packets(head: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
 class Reply:
     """The answer to `request`: pass bytes to `receive` until it has `begun`, then `take` its body until it is `done`.
 
-    The caller may read the `left` bytes of a body of known length into their final place, and subtracts them from
-    `left`. `proxy` is the proxy that forwards the request, if any. Raises httpx's protocol errors.
+    If the length of the body is known, the caller may read its last `left` bytes from the socket without `receive`. It
+    must then subtract their number from `left`. `proxy` is the proxy that forwards the request, if any. Raises httpx's
+    protocol errors.
     """
 
     def __init__(self, request: httpx.Request, proxy: Proxy | None = None) -> None:

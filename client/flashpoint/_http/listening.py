@@ -1,6 +1,8 @@
 """Receive the events of a benchmark, and connect again if a connection breaks. This module does no I/O.
 
-request → begin → (space → filled → events) … → finish      or      failed → how long to sleep
+The caller sends `request()`, passes the head of the answer to `begin`, and then repeats `space`, `filled` and `events`
+until the benchmark has ended. It calls `finish` if the answer ends before. After an error, `failed` returns the seconds
+to sleep before the next `request()`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Listening(Exchange):
             self.ended = isinstance(event, StateEvent) and event.state in ENDED
 
     def events(self) -> list[BenchmarkEvent]:
-        """Return the events that have arrived since the last call."""
+        """Return the events that have arrived since the previous call of `events`."""
         events, self._new = self._new, []
         return events
 

@@ -94,7 +94,8 @@ def _http_tunnel(proxy: Proxy, pipe: _Pipe, host: str, port: int) -> Steps[None]
     yield from pipe.write(protocol.send(h11.Request(method=b"CONNECT", target=target, headers=headers)) or b"")
     try:
         while not isinstance(event := protocol.next_event(), h11.Response):
-            if event is h11.NEED_DATA:  # no bytes follow the proxy's answer, because in TLS the client sends first
+            # h11 cannot take bytes of the tunnel with the proxy's answer: in TLS the client sends first.
+            if event is h11.NEED_DATA:
                 protocol.receive_data((yield from _more(pipe)))
     except h11.RemoteProtocolError as error:
         raise httpx.ProxyError(f"it answered with no HTTP: {error}") from error

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashpoint.errors import ProtocolError
 from flashpoint_contract import wire
 
-DOCUMENT_LIMIT = 8 << 20  # largest JSON answer in bytes; one row of a benchmark has about 1 KiB
+DOCUMENT_LIMIT = 8 << 20  # largest JSON answer in bytes; a benchmark's answer has about 1 KiB for each measured case
 
 
 class Document:

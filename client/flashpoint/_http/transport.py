@@ -43,7 +43,7 @@ class _Origin:
         forked.watch(self)
 
     def forked(self) -> None:
-        self._idle = []  # the parent's connections
+        self._idle = []  # forget the connections, which belong to the parent
 
     def connect(self) -> Steps[Connection]:
         """Return a new connection. Raises httpx's transport errors."""

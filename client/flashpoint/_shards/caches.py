@@ -17,7 +17,7 @@ from flashpoint_contract.wording.docstrings import twin_of
 
 
 class _Lengths:
-    """Base class of both sharded caches. It returns the lengths without a request."""
+    """Base class of both sharded caches. It returns the layers' numbers of tokens without a request to a server."""
 
     _spread: Spread
 

@@ -1,8 +1,8 @@
 """Cut the attention of a sequence into pieces of nearly equal work. The module uses only integers, no tensors.
 
-The diagonal of query i of a sequence is key i + offset. It sees the keys from i + offset − left to i + offset + right;
-causal attention has right = 0. A `Piece` is a rectangle of queries and keys. Its offset is relative to its own first
-query and first key, as in the option `offset` of a request.
+The diagonal of query i of a sequence is key i + offset. Query i sees the keys from i + offset − left to
+i + offset + right; causal attention has right = 0. A `Piece` is a rectangle of queries and keys. Its offset counts from
+the piece's first query and first key, as the tensor `offset` of a request does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Band(NamedTuple):
 
     q_len: int
     kv_len: int
-    offset: int  # of the diagonal
+    offset: int  # the diagonal of query i is key i + offset
     left: int  # number of keys that a query sees left of the diagonal
     right: int
 
@@ -91,7 +91,8 @@ def _equal(counts: NDArray[np.int64], parts: int) -> Iterator[Range]:
         return
     first, last = int(some[0]), int(some[-1]) + 1
     total = counts[first:last].cumsum()
-    # The running sum reaches each multiple of the share inside one element. Cut on the nearer side of this element.
+    # `shares` are the sums at which equal parts would end. The running sum passes each of them within one element: cut
+    # before or after this element, where the running sum is nearer.
     shares = total[-1] * np.arange(1, parts) / parts
     behind = np.searchsorted(total, shares)
     before = np.where(behind > 0, total[behind - 1], 0)

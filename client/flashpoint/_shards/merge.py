@@ -38,7 +38,7 @@ _OWN = {"layout", "causal_alignment", "dropout_p", "dropout_seed", "return_lse",
 
 @dataclass(frozen=True)
 class Question:
-    """The request for one shard. Its tensors are views; `call` returns a call, for which it copies them."""
+    """The request for one shard. Its tensors are views; `call` makes the call to send, with contiguous tensors."""
 
     shard: Shard
     tensors: dict[str, Numbers]
@@ -143,7 +143,8 @@ def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict
     tensors = {name: problem.tensors[name][_at(problem, shard, name)] for name in names if name in problem.tensors}
     options = problem.options.model_dump(exclude=_OWN, exclude_defaults=True)
     options |= more
-    options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"  # keep the order of the rows in memory
+    # Send the axes in the order of the caller's memory: `thd` is `bshd` with B = 1.
+    options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"
     band, (n, m) = shard.rows.band, shard.piece.shape
     if shard.piece.offset != m - n and (min(band.left, band.right) < UNBOUNDED or "alibi_slopes" in problem.tensors):
         tensors["offset"] = np.array(shard.piece.offset)
@@ -154,7 +155,7 @@ def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict
 
 
 def _at(problem: Problem, shard: Shard, name: str) -> tuple[slice, ...]:
-    """Return the index of a shard's part in the view of a tensor."""
+    """Return the index that selects the shard's part of tensor `name`, in its form of `Problem.tensors`."""
     rows, every = shard.rows, slice(None)
     if TENSORS[name].broadcast:
         of_mask = zip(problem.tensors[name].shape, (rows.batch, every, shard.queries, shard.keys), strict=True)

@@ -10,8 +10,8 @@ from flashpoint._shards.cut import Band, Piece
 from flashpoint._shards.problem import Problem, Rows
 from flashpoint.errors import invalid
 
-# Cuts are compared by their largest piece, and the best cut has the smallest. Among the cuts whose largest piece is at
-# most this many times as large, choose the one that sends the fewest bytes.
+# Find the cut whose largest piece is smallest. Among the cuts whose largest piece is at most UNEVEN times that size,
+# choose the one that sends the fewest bytes.
 UNEVEN = 1.2
 MOST_PARTS = 1 << 16
 
@@ -29,7 +29,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shards in the order in which they are merged. `merged`: several shards contain the same query."""
+    """The shards in the order in which they are merged. `merged`: some query is in several shards."""
 
     shards: tuple[Shard, ...]
     merged: bool

@@ -22,7 +22,9 @@ Numbers = NDArray[Any]
 
 
 class Rows(NamedTuple):
-    """Sequences of one length and offset: their indices in the batch and in the request, and their first rows."""
+    """Sequences of equal lengths and offset. `batch` is their slice of the batch axis, `sequences` their slice of all
+    sequences of the request. They start at rows `q_start` of q and `kv_start` of k.
+    """
 
     batch: slice
     sequences: slice
@@ -48,9 +50,10 @@ class Problem:
 
     @property
     def on_reference(self) -> bool:
-        """Return whether only the backend `reference` can compute this. By default the keys are then not cut.
+        """Return whether only the backend `reference` can compute this problem. `plan` then cuts keys only on request.
 
-        Cut keys need a merge: the gradients of `reference` cannot use a merged lse, which would also round float64.
+        The answers for cut keys are merged. `reference` cannot compute gradients from a merged lse, and a merged lse is
+        float32, which is too inexact for float64.
         """
         return self.options.backend == "reference" or not self.spec.features.isdisjoint({"float64", "large_head_dim"})
 
@@ -72,7 +75,9 @@ class Problem:
 
 
 def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Direction) -> Problem:
-    """Return the problem of these tensors; some may be None. Raises InvalidInputError with each wrong field."""
+    """Return the `Problem` of `tensors` and `options`. Optional tensors may be None. Raises InvalidInputError, which
+    names each wrong field.
+    """
     given = {name: to_numpy(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED[direction]}
     used: list[Tensor | Option] = [TENSORS[name] for name in given]
     used += [option for name, option in OPTIONS.items() if getattr(options, name) != option.default]

@@ -1,4 +1,4 @@
-"""Send the calls of spread.py to the servers: `Threads` with threads, `Tasks` with asyncio."""
+"""Run the operations of a `Spread`, a cache over several servers: `Threads` with threads, `Tasks` with asyncio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The deadline of an operation. Each call gets the remaining time, or without a given timeout its client's own."""
+    """The deadline of an operation. Each of its calls has the time that remains. With the timeout `DEFAULT` there is no
+    deadline, and each call has the default timeout of its client.
+    """
 
     def __init__(self, timeout: Any = service.DEFAULT) -> None:
         self._given = timeout is not service.DEFAULT
@@ -40,7 +42,7 @@ class Deadline:
 
 
 class Threads:
-    """Runs operations with `Client`s, one after another. The calls of a round run in threads."""
+    """Runs the operations of a `Spread` with `Client`s, one at a time. The calls of a `Round` run in threads."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
@@ -48,7 +50,7 @@ class Threads:
         forked.watch(self)
 
     def forked(self) -> None:
-        """Make the threads and the lock. A forked process has none of its parent's threads."""
+        """Make the thread pool and the lock. A forked process has none of its parent's threads."""
         self._pool = ThreadPoolExecutor(MOST_CALLS, "flashpoint-cache")  # the pool starts threads only when needed
         self._lock = threading.Lock()
 
@@ -72,7 +74,7 @@ class Threads:
     def _round(self, batch: Round, deadline: Deadline) -> list[Any]:
         if len(batch.asks) == 1 and not batch.whole:
             return [self._one(batch.asks[0], deadline, None)]
-        theirs, ours = socket.socketpair()  # a byte for `theirs` ends the calls of all threads
+        theirs, ours = socket.socketpair()  # when `theirs` becomes readable, the calls of all threads end
         with theirs, ours:
             context = contextvars.copy_context  # passes the caller's trace context to the threads
             calls = [self._pool.submit(context().run, self._one, ask, deadline, theirs) for ask in batch.asks]
@@ -97,7 +99,7 @@ class Threads:
 
 
 class Tasks:
-    """Runs operations with `AsyncClient`s, one after another. The calls of a round run in tasks."""
+    """Runs the operations of a `Spread` with `AsyncClient`s, one at a time. The calls of a `Round` run in tasks."""
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
         self.clients = clients

@@ -20,11 +20,11 @@ from flashpoint.errors import FlashpointError
 
 
 def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
-    """Send every question of `work`, and store the answers in it. Each client has a thread; an error ends all of them.
+    """Send every question of `work`, and store the answers in `work`. Each client has a thread.
 
-    Errors that `Work` retries do not end the threads.
+    An error that `Work` does not retry ends all threads, and is raised.
     """
-    theirs, ours = socket.socketpair()  # a byte for `theirs` ends the calls of all threads
+    theirs, ours = socket.socketpair()  # when `theirs` becomes readable, the calls of all threads end
     turn = threading.Condition()
     stopped = threading.Event()
 
@@ -95,7 +95,7 @@ async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[st
 def _exchange(
     client: Client | AsyncClient, work: Work, item: Item, sending: dict[str, Any], stop: socket.socket | None = None
 ) -> Exchange:
-    """Return one attempt without retries: `Work` decides which server gets a failed question next."""
+    """Return an `Exchange` that makes one attempt: `Work` decides which server gets a failed question next."""
     return client._exchange(replace(item.question.call(sending), timeout=work.timeout()), once=True, stop=stop)
 
 

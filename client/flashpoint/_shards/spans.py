@@ -40,7 +40,9 @@ class Queries:
 
     @classmethod
     def of(cls, q: Any, keywords: Mapping[str, Any]) -> Queries:
-        """Check and convert the arguments of a call. Raises InvalidInputError, also for what needs all keys at once."""
+        """Check and convert the arguments of a call. Raises InvalidInputError, also for options that a server could
+        apply only if it had the keys of the whole sequence.
+        """
         given = {name: to_numpy(name, keywords[name]) for name in TAKEN if keywords.get(name) is not None}
         options = checked(AttentionOptions, {name: value for name, value in keywords.items() if name not in TAKEN})
         refused = []
@@ -74,7 +76,10 @@ class Queries:
         return left, min(right, 0) if self.options.causal else right
 
     def questions(self, total: int, spans: Iterable[Range]) -> Iterator[SpanQuestion]:
-        """Yield the Question for each span that at least one query sees. Raises InvalidInputError."""
+        """Yield the request for each span that at least one query sees.
+
+        Raises InvalidInputError if the mask has too few columns.
+        """
         mask = self.tensors.get("attn_mask")
         if mask is not None and 1 < mask.shape[3] < total:
             raise invalid("attn_mask", f"has {mask.shape[3]} columns where the cache has {total} tokens")
@@ -131,12 +136,12 @@ class SpanQuestion(NamedTuple):
         band = Band(n, behind - first, behind - first - self.rows + self.moved, *self.call.bounds)
         return band.pairs(Piece((0, self.rows), (0, behind - first), band.offset)) * self.call.heads
 
-    # ALiBi subtracts slope·distance, and the server's distances are wrong if `moved` is not 0.
-    # - One row: all keys are left of it, so all its scores are too large by the same slope·moved. This does not change
-    #   o; `right_lse` corrects lse.
-    # - Several rows, all visible keys left of their queries: a mask of one row has the distances from the last key, and
-    #   `right_lse` subtracts the rest.
-    # - Otherwise a mask of all rows has the distances.
+    # ALiBi subtracts slope·distance, and the server's distances are wrong if `moved` is not 0. There are three cases:
+    # - One query: all keys are left of it, so the server's scores are all too large by slope·moved. This does not
+    #   change o; `right_lse` corrects lse.
+    # - Several queries, and all visible keys are left of them: the request has a mask of one row in place of the
+    #   slopes, with −slope·(distance from the last key). `right_lse` subtracts the rest from lse.
+    # - Otherwise the mask has a row for each query, with the true distances.
 
     @property
     def _knows_distances(self) -> bool:
@@ -159,7 +164,7 @@ class SpanQuestion(NamedTuple):
         return bias
 
     def right_lse(self, lse: Numbers) -> Numbers:
-        """Return lse (1,Hq,rows) corrected for the positions in the whole sequence."""
+        """Return the server's lse (1,Hq,rows), corrected to the ALiBi distances in the whole sequence, in float64."""
         lse = lse.astype(np.float64)
         if "alibi_slopes" not in self.call.tensors or not self._left:
             return lse

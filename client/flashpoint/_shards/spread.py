@@ -63,7 +63,9 @@ class PartCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Calls to make concurrently. The first error ends all calls. With `whole`, all finish, and errors are results."""
+    """Calls to make concurrently. The first error ends all calls and is raised. With `whole`, all calls finish, and the
+    result of a call that failed is its error.
+    """
 
     asks: Sequence[PartCall]
     whole: bool = False
@@ -98,7 +100,7 @@ class Spread:
         return PartCall(part % len(self.urls), call)
 
     def grow(self, tokens: int) -> Steps[None]:
-        """Make the missing parts for this number of tokens. Make at least one part."""
+        """Make the parts that are missing for a length of `tokens`. The cache then has at least one part."""
         missing = range(len(self.parts), max(1, -(-tokens // self.span)))
         if missing:
             self.parts += yield from self._make({part: cache_calls.create(self._shape) for part in missing})

@@ -1,8 +1,9 @@
 """Assign requests (`Question`) to servers, and assign them again if a server fails. This module does no I/O.
 
 A server gets one question at a time: the longest one that is not assigned. If a server is full, stopping or gone, its
-question goes to another server, and it gets its next question after a delay. If a server has not answered after half of
-its time, an idle server gets the same question; the first answer counts.
+question goes to another server, and the failed server gets its next question after a delay. If a server has not
+answered after half of the time that was left until the deadline, an idle server gets the same question; the first
+answer counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RETRIED = (OverloadedError, ConnectionFailedError)
 
 @dataclass
 class Item:
-    """A question and its state."""
+    """A question, the servers that have it or failed to answer it, and its answer."""
 
     question: Question
     failed: set[int] = field(default_factory=set)  # servers that failed to answer; cleared when all have failed
@@ -34,7 +35,9 @@ class Item:
 
 
 class Work:
-    """A round of questions for `servers` servers, until `deadline` (a time of `time.monotonic`, or None)."""
+    """Assigns `questions` to `servers` servers, until all are answered or `deadline` (a time of `time.monotonic`, or
+    None) passes.
+    """
 
     def __init__(self, questions: Sequence[Question], servers: int, retries: int, deadline: float | None) -> None:
         self.items = [Item(question) for question in questions]
@@ -64,7 +67,9 @@ class Work:
         return item
 
     def patience(self, server: int) -> float | None:
-        """Return the seconds until `server` may take another server's late question; None without a deadline."""
+        """Return how many seconds `server` should wait before it calls `take` again: until a question of another server
+        is late, or until the deadline. None without a deadline.
+        """
         left = self.timeout()
         if left is None:
             return None
@@ -72,7 +77,7 @@ class Work:
         return min(left, max(0.0, late - time.monotonic()))
 
     def _elsewhere(self, server: int) -> Iterator[Item]:
-        """Yield the unanswered items that other servers have, but this server does not."""
+        """Yield the unanswered items that other servers compute now, and `server` does not."""
         return (item for item in self.items if item.answer is None and item.serving and server not in item.serving)
 
     def timeout(self) -> float | None:
@@ -93,7 +98,8 @@ class Work:
     def failed(self, server: int, item: Item, error: FlashpointError) -> float:
         """Record a failure. Return the seconds to wait before `server` gets a question, at most until the deadline.
 
-        Raises `error` if another server cannot help, or if the question, not answered meanwhile, failed too often.
+        If no other server has answered the question meanwhile, raises `error` if a retry cannot help or if the question
+        has failed too often.
         """
         item.serving.remove(server)
         if item.answer is None:

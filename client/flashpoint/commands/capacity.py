@@ -26,7 +26,7 @@ EXAMPLES = """
   flashpoint capacity --tflops 400 --network-gbit 25 --memory-gb 3000 --q-len 1 --kv-len 4096 --q-heads 32 --kv-heads 8
                       --head-dim 128 --dtype bfloat16 --cached --layers 32 --cache-gb 40
 """
-# Assumed milliseconds of a tiny call. benchmarks/results/serving-*.json have measured ones of a small call.
+# Assumed milliseconds of a tiny call. benchmarks/results/serving-*.json contain measured times of a small call.
 CALL_MS = 1.6
 _of_rates = group("Rates and load")
 

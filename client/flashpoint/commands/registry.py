@@ -1,6 +1,6 @@
 """The table of all commands, the form of their errors, and the hints that say which extra to install.
 
-A command is imported when it runs: it needs an extra, which this module does not.
+A command is imported only when it runs, because its module needs an extra. This module works without any extra.
 """
 
 from __future__ import annotations

@@ -79,9 +79,10 @@ def words(choices: Callable[[], Sequence[str]]) -> dict[str, Any]:
 
 
 def server_of(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), reason: str = "") -> str | None:
-    """Return the URL of the server to ask, from --url or FLASHPOINT_URL; None, also for an empty URL, is this machine.
+    """Return the server's URL, from --url or FLASHPOINT_URL; None if it is missing or empty: then use this machine.
 
-    With one of the options `alone`, FLASHPOINT_URL is ignored, and --url raises BadParameter with the `reason`.
+    `alone` has the values of options that work only on this machine. If the user gives one, FLASHPOINT_URL is ignored,
+    and --url raises BadParameter with the `reason`.
     """
     excluded = [flag for flag, value in alone.items() if value is not None]
     if not url or not excluded:
@@ -94,7 +95,7 @@ def server_of(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), 
 def local(name: str, *, served: bool = True) -> Callable[..., Any]:
     """Return the function that does `name` on this machine. Raises CommandError if a package is missing.
 
-    The function raises ProblemError. `served`: the command can also ask a server.
+    The returned function may raise ProblemError. `served`: the command can also use a server, and the hint says so.
     """
     try:
         (registered,) = entry_points(group="flashpoint.local", name=name)
@@ -163,7 +164,10 @@ def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tu
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
-    """Yield a function that shows a verification's progress in a bar, which first shows `what`; None if no terminal."""
+    """Yield a function that shows a verification's progress in a bar on stderr; None if stderr is no terminal.
+
+    The bar shows the text `what` at first.
+    """
     with progress_bar(what) as (update, is_terminal):
 
         def show(at: VerifyProgress) -> None:
@@ -173,7 +177,10 @@ def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
 
 
 def write_file(option: str, path: Path, data: bytes) -> None:
-    """Write the file of an option. Raises CommandError: a command first shows its result, which must not be lost."""
+    """Write `data` to `path`, the value of `option`. Raises CommandError if this fails.
+
+    Call it after the command has shown its result, so that a failure does not lose the result.
+    """
     try:
         path.write_bytes(data)
     except OSError as error:
