@@ -20,7 +20,7 @@ class FlashpointError(Exception):
     Args:
         detail: Text of the error.
         status: HTTP status.
-        code: Short name of the error, as the table of errors has it.
+        code: Short name of the error, as in the table of errors of the documentation.
         request_id: Name of the call in the server's log.
         errors: The fields that are not valid, each a `FieldProblem`.
         retry_after: Seconds that the server asks to wait.
@@ -88,7 +88,7 @@ class ServerError(FlashpointError):
 
 
 class ConnectionFailedError(FlashpointError, ConnectionError):
-    """A ConnectionError: there was no connection, or it broke, also behind a proxy, at every retry."""
+    """A ConnectionError: at every attempt, the connection to the server, or from a proxy to it, failed or broke."""
 
 
 class ProtocolError(FlashpointError):

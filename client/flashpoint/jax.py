@@ -40,7 +40,7 @@ Arrays: TypeAlias = dict[str, jax.Array]
 
 _GRADS: dict[str, Grad] = {name[1:]: name for name in GRADS}
 _TOKEN = "saved"  # name of the array with the id of a saved forward: JAX keeps only arrays for the backward
-_AT_ONCE = 16  # maximum concurrent requests of one call: enough to share a launch, but few in a server's queue
+_AT_ONCE = 16  # maximum concurrent requests of a `vmap`: the server can join them in a launch; its queue stays short
 
 
 @documented
@@ -156,7 +156,9 @@ class _Call:
     saving: bool = False  # a differentiated forward with `save`: it also returns a token, which the backward receives
 
     def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
-        """Return the shape and dtype of each answer of one problem. The key names a tensor that has the same axes."""
+        """Return the shape and dtype of each answer, without the `lead` axes that a vmap adds in front. Each key is the
+        name of a tensor that has the same axes as the answer.
+        """
         if self.grads:
             like = {name[1:]: tensors[name[1:]] for name in self.grads}
             return {name: _Answer(t.shape[lead:], t.dtype) for name, t in like.items()}
@@ -170,7 +172,8 @@ class _Call:
         return {"o": o, "lse": lse, **token}
 
     def __call__(self, tensors: Arrays) -> tuple[NDArray[Any], ...]:
-        arrays = {name: np.asarray(t) for name, t in tensors.items()}  # the only call into JAX: others could deadlock
+        # `np.asarray` is the only JAX code in this host callback: other JAX calls in it could deadlock.
+        arrays = {name: np.asarray(t) for name, t in tensors.items()}
         token = arrays.pop(_TOKEN, None)
         mapped = arrays["q"].ndim > self.rank
         if self.saving:

@@ -20,7 +20,9 @@ from flashpoint_contract.wording.hints import how_to_install, meant
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """Return the module and the function of MODULE:FUNCTION. For the path of a file, CommandError names its module."""
+    """Return the module and the function of MODULE:FUNCTION. Raises CommandError; for the path of a file, the error's
+    hint names the module to give instead.
+    """
     module, colon, function = name.partition(":")
     if module.endswith(".py") or os.sep in module:
         path = Path(module)

@@ -85,7 +85,10 @@ def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], 
 
 
 def named_rows(rows: Iterable[BenchmarkRow], kernel: str | None) -> list[BenchmarkRow]:
-    """Return the rows with backend `kernel` renamed to FUNCTION, or to MODULE:FUNCTION if a backend has that name."""
+    """Return the rows, with the backend name "kernel" replaced by the function's name. `kernel` is MODULE:FUNCTION.
+
+    If a backend has the same name as the function, MODULE:FUNCTION replaces "kernel".
+    """
     rows = list(rows)
     if kernel is None:
         return rows
@@ -152,7 +155,7 @@ def pair(name: str, q: int, kv: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with three digits, or with all digits before the point. Do not change a whole number."""
+    """Return an int with all digits; a float with three digits (two below 0.01), or with all before the point."""
     if value is None:
         return ""
     if isinstance(value, int):

@@ -25,14 +25,17 @@ def register(client: Client, name: str = NAME) -> None:
 
     Raises:
         InvalidInputError: the name is one of transformers' own, or has another meaning there. Later, a model that is
-            given the name also raises this error if its attention cannot be replaced. It warns if only a part cannot.
+            given the name also raises this error if its attention cannot be replaced. If only a part of its attention
+            cannot be replaced, there is a warning.
     """
 
     def compute(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool,
         window: int | None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """With a `RemoteCache`, k and v stand for all tokens that it holds, and its client makes the call."""
+        """Return o. With a `RemoteCache`, k and v are `HeldTensor`s, which stand for all tokens of the cache on the
+        server, and the client of the cache makes the call.
+        """
         if not isinstance(k, HeldTensor):
             o: Tensor = remote(q, k, v, client=client, **models.mask_options(mask, bias, causal, q.shape[2]), **options)
             return o

@@ -60,7 +60,7 @@ class RemoteCache(Cache):
         # (heads, key dimension, value dimension) of a layer -> the cache of each sequence. All caches are on one
         # engine. Sequences with equal tokens have the same cache.
         self._caches: dict[tuple[int, int, int], list[ServerCache]] = {}
-        self._last_start = 0  # highest position at which a forward began; the server counts `keep` back from it
+        self._last_start = 0  # highest position at which a forward began; the server keeps `keep` tokens before it
         self.drop_forward()
 
     def drop_forward(self) -> None:
@@ -168,7 +168,10 @@ class RemoteCache(Cache):
     # During a forward, each layer calls `take_update` and then `attention`.
 
     def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
-        """Take new keys and values of `layer`: `k` (B, Hk, S, D) and `v` (B, Hk, S, Dv). Raises InvalidInputError."""
+        """Return an `Update` with new keys `k` (B, Hk, S, D) and values `v` (B, Hk, S, Dv) of `layer`.
+
+        Raises InvalidInputError.
+        """
         given, self._given = self._given, None
         if given is not None:
             problem = (
@@ -237,7 +240,7 @@ class RemoteCache(Cache):
         self, update: Update, forward: Forward, q: Tensor, mask: Tensor | None, causal: bool, window: int | None,
         options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        """Send the call of one layer. Padding tokens are not sent, and their o is 0."""
+        """Send the call of one layer, and return o (B,Hq,Sq,Dv). Padding tokens are not sent, and their o is 0."""
         step = forward.step.last(q.shape[2])
         if step.lengths is not None and not step.lengths.any():
             return update.v.new_zeros(*q.shape[:3], update.v.shape[3])
@@ -270,16 +273,17 @@ class RemoteCache(Cache):
         return whole.scatter_(2, _spread(step.order, o), o)
 
     def _distinct_sequences(self, update: Update, call: dict[str, Any]) -> tuple[list[int], int]:
-        """Return an index for each sequence, equal for equal caches and tensors, and the number of different sequences.
+        """Return a number for each sequence of the batch, and how many different numbers there are.
 
-        Where a call writes different tokens to a cache, the cache is forked first. The first call makes the caches.
+        Sequences with the same cache and equal tensors in `call` have the same number: the server computes them once.
+        If sequences with one cache write different tokens, the cache is forked first. The first call makes the caches.
         """
         sizes, batch = _sizes(update), len(update.k)
         rows: Sequence[ServerCache | None] | None = self._caches.get(sizes) or next(iter(self._caches.values()), None)
         tensors = [value for name, value in call.items() if _per_sequence(name, value, batch)]
-        firsts: list[int] = []  # the first sequence with each index
+        firsts: list[int] = []  # the first sequence with each number
         numbers: list[int] = []
-        by_cache: dict[ServerCache | None, list[int]] = {}  # indices of sequences that use each cache
+        by_cache: dict[ServerCache | None, list[int]] = {}  # the numbers of the sequences that use each cache
         for n, cache in enumerate(rows or [None] * batch):
             candidates = by_cache.setdefault(cache, [])
             alike = (i for i in candidates if all(_equal(t[n], t[firsts[i]]) for t in tensors))
@@ -296,7 +300,7 @@ class RemoteCache(Cache):
         return numbers, len(firsts)
 
     def _part(self, numbers: Sequence[int], firsts: Sequence[int]) -> None:
-        """Fork caches that different sequences share, so that each index has its own cache."""
+        """Fork caches so that each number of `_distinct_sequences` has its own cache."""
         rows = next(iter(self._caches.values()))
         shared = [n for place, n in enumerate(firsts) if rows[n] in [rows[other] for other in firsts[:place]]]
         if not shared:
@@ -309,7 +313,7 @@ class RemoteCache(Cache):
             ]
 
     def _made(self, update: Update, count: int) -> list[ServerCache]:
-        """Make a cache for each sequence, with the sizes of a layer."""
+        """Make `count` caches on the server, with the sizes of the layer of `update`."""
         kv_heads, head_dim, value_dim = _sizes(update)
         windows = [layer.window if isinstance(layer, RemoteLayer) else None for layer in self.layers]
         keep = [None if window is None else max(1, window - 1 + self.rewind) for window in windows]

@@ -15,20 +15,20 @@ _READ = {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout
 
 
 class Given(Protocol):
-    """The interface of new keys and values of a layer (`layers.Update`), as stand-ins need it."""
+    """The methods of `layers.Update` (new keys and values of a layer) that are called through a `HeldTensor`."""
 
     def attention(self, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, **options: Any) -> Tensor:
         """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D) over all tokens of the layer. Raises FlashpointError."""
 
     def misused(self) -> bool:
-        """End the forward, because other code computes with this update; the caller then raises an error.
+        """Forget the unfinished forward, because other code computes with this update. The caller then raises an error.
 
         Return whether the model's configuration names the attention of `register`.
         """
 
 
 class HeldTensor(Tensor):
-    """Keys or values of an update. Its shape can be read; computing with it raises InvalidInputError."""
+    """A stand-in for new keys or values of a layer. Its shape can be read; computing with it raises an error."""
 
     update: Given
 
@@ -52,7 +52,7 @@ class HeldTensor(Tensor):
             if name == "to" and given:  # models on several devices move keys that several layers share
                 return cls.of(function(*args, **(kwargs or {})), given[0].update)
         served = [one.update.misused() for one in given]
-        if any(served):  # DeepSeek's MLA computes with the cached latent vectors
+        if any(served):  # for example, DeepSeek's MLA computes with the cached latent vectors before its attention
             raise invalid(
                 "past_key_values",
                 f"cannot be a RemoteCache: this model computes with what it caches before its attention ({name}), and "

@@ -29,7 +29,9 @@ class Step:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Return the indices of each sequence's valid tokens, then of others, (B, longest); None if all are valid."""
+        """Return the indices of each sequence's valid tokens, padded with other indices: (B, most valid tokens of a
+        sequence). None if all tokens are valid.
+        """
         return None if self.valid is None else _first(self.valid)
 
     def last(self, count: int) -> Step:
@@ -87,17 +89,19 @@ class History:
 
     @cached_property
     def columns(self) -> Tensor | None:
-        """Return each sequence's positions in its cache, padded with others, (B, most); None if the caches hold all."""
+        """Return the positions of each sequence's tokens that are in its cache, padded with other positions: (B, most
+        tokens of a cache). None if the caches hold all tokens.
+        """
         return None if self.valid is None else _first(self.valid)
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward over a batch."""
+    """One forward of the model over a batch: the tokens before it, and the tokens that it adds."""
 
     before: History
     step: Step
-    at: list[int]  # position of its writes in each cache
+    at: list[int]  # position in each sequence's cache at which the forward writes
 
     @cached_property
     def after(self) -> History:

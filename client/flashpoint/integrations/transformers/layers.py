@@ -31,7 +31,7 @@ class Owner(Protocol):
         """Return the number of tokens of a layer, as the model counts them."""
 
     def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
-        """Take a layer's new keys and values. Raises InvalidInputError."""
+        """Return an `Update` with a layer's new keys and values. Raises InvalidInputError."""
 
     def attention(
         self, update: Update, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, options: dict[str, Any]
@@ -54,7 +54,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first update makes the caches."""
+        """Do nothing: the attention of the first `Update` makes the caches on the server."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return stand-ins for the new keys and values. The layer's attention uses them next."""
@@ -63,7 +63,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return HeldTensor.of(key_states, update), HeldTensor.of(value_states, update)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of key positions of a mask, and the first position."""
+        """Return the number of key positions of a mask for `query_length` queries, and the first of these positions."""
         return LengthInCache(self.get_seq_length() + query_length, self.cache), 0
 
     def get_seq_length(self) -> int:
@@ -75,7 +75,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 @dataclass(eq=False)
 class Update:
-    """Keys and values (B,Hk,S,D) that a layer gave to its cache. `forward` is set after the server has stored them."""
+    """New keys (B,Hk,S,D) and values (B,Hk,S,Dv) of a layer. `forward` is set after the server has stored them."""
 
     cache: Owner
     layer: int
@@ -93,7 +93,9 @@ class Update:
 
 
 def layers_of(cache: Owner, config: Any) -> list[Any]:
-    """Return the layers of a model's cache, of the kinds that transformers makes. Raises InvalidInputError."""
+    """Return a layer for each layer of the cache that transformers makes for `config`. Raises InvalidInputError for a
+    model that a `RemoteCache` cannot serve.
+    """
     if getattr(config, "is_encoder_decoder", False):
         raise invalid("config", "is an encoder-decoder's, whose cross-attention a RemoteCache does not hold")
     layers: list[Any] = []

@@ -1,7 +1,7 @@
 """Masks of a forward over a `RemoteCache`: options that the server applies, and a tensor only if it is needed.
 
-transformers asks the cache for the sizes of a mask, and passes them to the mask function. One size is a
-`LengthInCache`, by which this function finds the cache.
+transformers asks the cache for the sizes of a mask, and passes them to the mask function, `held_mask`. One size is a
+`LengthInCache`, in which `held_mask` finds the cache.
 """
 
 from __future__ import annotations
