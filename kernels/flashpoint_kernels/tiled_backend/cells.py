@@ -1,7 +1,8 @@
 """Find the cells of a score matrix that a block mask does not hide completely, and the order in which to compute them.
 
-A cell has about 128 × 128 scores for all block sizes: for a smaller cell, an operator takes the same time; a larger
-cell would contain more hidden scores, which are computed for nothing.
+A cell is a rectangle of the score matrix, and the unit of computation. It has 128 to 255 queries and keys, whatever the
+block size of the mask: torch's operators are not faster on smaller cells, and larger cells would contain more hidden
+scores, which are computed for nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from numpy.typing import NDArray
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels.problems import bounds
 
-_LEAST = 128  # minimum queries or keys of a cell; a cell has fewer than twice this
+_LEAST = 128  # minimum queries or keys of a cell; a cell has fewer than twice as many
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """The cells of a sequence, each of `size` queries and keys: (heads or 1, cells of queries, cells of keys).
+    """The cells of a sequence, each of `size` (queries, keys), and flags (heads or 1, rows, columns of cells) for them.
 
     The band is the range of keys that the window and the causal mask allow.
 
     - `some`: at least one block of the cell is true in the block mask, and the band includes at least one score.
     - `cut`: the block mask hides a score of the cell.
-    - `edge`, without a dimension of heads: the band hides a score, or the cell extends beyond the last key.
+    - `edge`, without the dimension of heads: the band hides a score, or the cell extends beyond the last key.
     """
 
     size: tuple[int, int]
@@ -40,7 +41,7 @@ class Cells:
 
     @classmethod
     def of(cls, mask: Flags, spec: Spec, row: Row) -> Cells:
-        """Return the cells for `mask`, the sequence's blocks (heads or 1, blocks of queries, blocks of keys)."""
+        """Return the cells of sequence `row`. `mask` is its block mask: (heads or 1, rows, columns of blocks)."""
         size = _cell(spec.options.block_size[0]), _cell(spec.options.block_size[1])
         counts = np.cumsum(np.cumsum(np.pad(mask, ((0, 0), (1, 0), (1, 0))), 1, np.int64), 2)
         (r0, r1), (c0, c1) = (
@@ -55,11 +56,11 @@ class Cells:
 
 
 class Group(NamedTuple):
-    """Indices of strips that are computed in parallel, and the waves of their cells.
+    """Strips of cells that are computed in parallel, and the waves in which their cells are computed.
 
-    In a strip of queries, a cell is named by the index of its strip of keys, and vice versa. Wave w has the w-th cell
-    of each strip with more than w cells. Strips are sorted by falling number of cells, so that wave w has a cell of
-    each of the first strips.
+    A strip is a row of cells (the same queries) in the forward, and a column of cells (the same keys) in the backward.
+    `strips` has the strips' numbers, those with most cells first. `waves[w]` has the w-th cell of each strip with more
+    than w cells, which are the first strips of `strips`. A cell is given by the number of its column (see `groups`).
     """
 
     strips: Numbers
@@ -67,10 +68,10 @@ class Group(NamedTuple):
 
 
 def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
-    """Yield groups of the strips that have a cell. `seen` (heads, strips, columns) is true for the cells.
+    """Yield groups of the strips that have a cell to compute. `seen` (heads, strips, columns) is true for these cells.
 
-    A group has at most `each` strips of each head, and at most `together` heads. Strips and columns are numbered
-    through all heads. The grouping of a head's strips, and the order of strips and cells, do not depend on other heads.
+    A group has at most `each` strips of each head, and at most `together` heads. The numbers of strips and columns
+    continue from one head to the next. How a head's strips are grouped and ordered does not depend on other heads.
     """
     heads, strips, columns = seen.shape
     for head, start in product(range(0, heads, together), range(0, strips, each)):
@@ -91,7 +92,7 @@ def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
 
 
 def _cell(block: int) -> int:
-    """Return the queries or keys of a cell: several blocks, or a part of a block, or 128 if neither fits."""
+    """Return a cell's number of queries (or keys) for blocks of `block`: whole blocks, a divisor of a block, or 128."""
     if block < _LEAST:
         return block * -(-_LEAST // block)
     return next((n for n in range(_LEAST, 2 * _LEAST, 16) if block % n == 0), _LEAST)
@@ -104,7 +105,7 @@ def _blocks(length: int, cell: int, block: int) -> tuple[NDArray[Any], NDArray[A
 
 
 def _band(spec: Spec, row: Row, size: tuple[int, int]) -> tuple[Flags, Flags]:
-    """Return two flags for each (cell of queries, cell of keys): the band includes any, and all, of its scores."""
+    """Return two arrays of flags, one per cell: the band includes any of its scores; the band includes all of them."""
     offset, (left, right) = row.offset, spec.window
     i, j = np.arange(0, row.q_len, size[0]), np.arange(0, row.kv_len, size[1])
     ends = [(i0, min(i0 + size[0], row.q_len) - 1) for i0 in i.tolist()]

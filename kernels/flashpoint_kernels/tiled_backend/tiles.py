@@ -1,4 +1,4 @@
-"""FlashAttention's tile loop in plain torch: all options, any device, O(N) extra memory; readable like the kernels.
+"""FlashAttention's tile loop in plain torch: all options, any device, O(N) extra memory.
 
 It follows FlashAttention-2 (Dao 2023), Algorithms 1 and 2. Forward: for a tile of queries, loop over the tiles of keys
 that it may see, and keep a running maximum m, a running sum l and an unnormalised output. Backward: recompute each
@@ -6,7 +6,7 @@ tile's probabilities from `lse`; with delta = rowsum(o∘do) − dlse, ds = P∘
 
 All arithmetic is float32. The query heads that share a key/value head are stacked into the rows of one matrix product,
 so grouped heads need no copy of k or v. Short sequences of equal lengths are computed together, like additional heads.
-Shapes, for n sequences (G = Hq / Hk):
+Shapes, for n sequences and a tile of bm queries and bn keys (G = Hq / Hk):
 
     q, dq  (n·Hk, G, sq, D)     do  (n·Hk, G, sq, Dv)     a tile's rows  (n·Hk, G·bm, D|Dv)
     k, dk  (n·Hk, sk, D)        v, dv  (n·Hk, sk, Dv)     a tile's scores  (n·Hq, bm, bn)
@@ -36,9 +36,9 @@ from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, sh
 
 INF = float("inf")
 
-# Queries × keys of a tile of one head; several heads in one product share this number of queries. 256 × 512 would fit a
-# core's cache, but then operators are so short that threads compete for Python's lock, and the call takes 25% longer (2
-# cores, a part for each head, Sq = Sk = 2048, 8 heads, D 64, softcap).
+# Queries × keys of a tile of one head; if one product computes several heads, their queries together are this many (see
+# `Tiles.block`). 256 × 512 would fit a core's cache, but then operators are so short that threads compete for Python's
+# lock, and a call takes 25% longer (2 cores, heads computed in parallel, Sq = Sk = 2048, 8 heads, D 64, softcap).
 FORWARD_TILE = (512, 512)
 BACKWARD_TILE = (1024, 256)
 # With dropout a tile needs about ten times as many operators, so larger tiles are faster. At the same sizes, the
@@ -47,8 +47,9 @@ BACKWARD_TILE = (1024, 256)
 DROPOUT_FORWARD_TILE = (1024, 1024)
 DROPOUT_BACKWARD_TILE = (2048, 512)
 _EDGES = 4  # maximum cached masks of tiles at the edges of the window
-_TILE_SCORES = 1 << 18  # for all sequences that are computed together
-# With fewer queries, a batched product of 32 heads takes 20% longer than one product of the same size.
+_TILE_SCORES = 1 << 18  # maximum scores, of all heads, of sequences that are computed together
+# Minimum queries of a head in a tile. With fewer, a batched product of 32 heads takes 20% longer than one product with
+# as many rows.
 _FEWEST_QUERIES = 16
 
 
@@ -66,8 +67,9 @@ def forward(problems: Sequence[Problem]) -> None:
 def backward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        # Sums over sequences or heads are in float32: in the output if it has this dtype, else rounded at the end. A
-        # mask gradient with a number for each score is written directly to its place.
+        # dsinks and a broadcast dattn_mask are sums over sequences or heads. They are computed in float32: in the
+        # output if it has this dtype, else in new memory, and rounded at the end. A dattn_mask with one element per
+        # score is no sum, and is written directly to the output.
         shared: dict[str, Tensor] = {
             name: problem.own_part(name).float().zero_()
             for name in ("dattn_mask", "dsinks")
@@ -93,14 +95,14 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def _own_mask(problem: Problem) -> bool:
-    """Return whether the mask has one element per score, and every score is computed."""
+    """Return whether `attn_mask` has one element per score (no broadcasting), and no block mask skips scores."""
     if problem.spec.has("block_mask"):
         return False
     return problem.tensors["attn_mask"].numel() == math.prod(problem.spec.shape_of("attn_mask"))
 
 
 def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the `batches` of sequences that have queries. `clear_outputs` has written the answers of the others."""
+    """Return `Problem.batches` without sequences that have no queries: `clear_outputs` has written their outputs."""
 
     def most(row: Row) -> int:
         scores = problem.spec.q_heads * row.q_len * max(row.kv_len, 1)
@@ -114,7 +116,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
     memory, room = t.memory(block_m, block_n), t.room(block_m, block_n)
     for i0, i1 in _steps(0, t.q_len, block_m):
         q = t.queries(t.q, i0, i1)
-        # A sink counts as a key with value 0 that was processed before.
+        # A sink counts as a key with value 0 that is processed before the first key.
         m = t.sinks.repeat(1, i1 - i0, 1)
         total = (m > -INF).float()
         acc = q.new_zeros(*q.shape[:2], t.v.shape[-1])
@@ -123,7 +125,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             base = _finite(m_new)
             decay = m.sub_(base).exp_()
-            p = s.sub_(base).exp_()  # not exp2_, whose bits depend on the position in the tensor
+            p = s.sub_(base).exp_()  # not exp2_: its bits depend on the element's position in the tensor
             total.mul_(decay).add_(p.sum(-1, keepdim=True))
             if room is not None:
                 t.drop(p, i0, i1, j0, j1, room, p)
@@ -137,10 +139,9 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
 
 
 def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    """Write dq, dk and dv into `out`, and write or add to its dattn_mask and dsinks.
+    """Write dq, dk and dv into `out`, and add to its dsinks (Hq,).
 
-    A dattn_mask with one element per score is written; to one whose elements several scores share (n|1, Hq|1, sq|1,
-    sk|1), and to dsinks (Hq,), this function adds.
+    Write dattn_mask if it has one element per score; add to it if it is broadcast (n|1, Hq|1, sq|1, sk|1).
     """
     do = t.grouped(x["do"])
     delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
@@ -188,7 +189,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 out["dattn_mask"][:, :, i0:i1, j0:j1] = parted(ds, 0, t.each)
             elif "dattn_mask" in out:
                 part, ds_of_heads = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
-                # Sum each sequence first, in the same order as without other sequences.
+                # Sum within each sequence first: then its sum has the same bits, whatever other sequences there are.
                 part += ds_of_heads.sum_to_size(ds_of_heads.shape[0], *part.shape[1:]).sum_to_size(part.shape)
             if tanh is not None:
                 torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=ds)
@@ -209,7 +210,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
 class Tiles:
     """Sequences of equal lengths, ready to be cut into tiles: their float32 tensors and masks.
 
-    q is already scaled, and divided by softcap. If there are scales, k and v are 8-bit numbers.
+    q is already multiplied by the scale and divided by softcap. If there are scales, k and v are 8-bit numbers.
     """
 
     problem: Problem
@@ -276,10 +277,10 @@ class Tiles:
         return self.problem.spec.options.dropout_p
 
     def block(self, tile: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of queries, of one head, and of keys of a tile.
+        """Return the numbers of queries (of each head) and keys of a tile; `tile` has these numbers for a single head.
 
-        The query heads of one product share the queries of `tile`: the heads of one key/value head, or all heads if the
-        problem cannot be cut by heads.
+        One product computes several query heads: those of one key/value head, or all if the problem cannot be cut by
+        heads. Its number of queries is divided by the number of these heads.
         """
         spec, (queries, keys) = self.problem.spec, tile
         together = spec.q_heads // spec.kv_heads if can_be_cut(self.problem) else spec.q_heads
@@ -321,7 +322,8 @@ class Tiles:
         """Return the scores (n·Hq, bm, bn) of queries i0 … i1 and keys j0 … j1, in `memory`; hidden scores are −∞.
 
         `q` has the rows of the queries. Softcap is applied first, then ALiBi and the masks are added. With softcap,
-        also return its tanh, for the slope, in `tangents`. `tangents` may be `memory` if the tanh is not needed.
+        also return the tanh, in `tangents`: the backward needs it for softcap's derivative. The forward does not, and
+        passes the same memory for `memory` and `tangents`.
         """
         left, right = self.problem.spec.window
         s = product(q, self.keys(j0, j1).mT, shaped(tangents, (*q.shape[:2], j1 - j0)))
@@ -348,9 +350,9 @@ class Tiles:
         return keys - queries[:, None]
 
     def edge(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """Return (bm, bn): −∞ outside the window, else 0.
+        """Return (bm, bn): −∞ outside the window (and causal mask), else 0.
 
-        Cached, because most tiles at an edge have the same position to it.
+        The result is cached by the tile's distance from the diagonal, which is equal for most tiles at the same edge.
         """
         place = j0 - i0, i1 - i0, j1 - j0
         if place not in self.edges:
@@ -360,7 +362,7 @@ class Tiles:
         return self.edges[place]
 
     def room(self, queries: int, keys: int) -> Tensor | None:
-        """Return memory for the words from which `drop` makes its mask; None without dropout."""
+        """Return scratch memory for the random numbers from which `drop` makes its mask; None without dropout."""
         tile = (self.heads, min(queries, self.q_len), min(keys, self.kv_len))
         return room_for(*tile, self.q.device) if self.dropout_p else None
 
@@ -392,7 +394,7 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _part(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-    """Return the tile of `t` (n|1, Hq|1, sq|1, sk|1); dimensions of size 1 stay."""
+    """Return queries i0 … i1 and keys j0 … j1 of `t` (n|1, Hq|1, sq|1, sk|1). A dimension of size 1 keeps this size."""
     queries = slice(i0, i1) if t.shape[2] > 1 else slice(None)
     keys = slice(j0, j1) if t.shape[3] > 1 else slice(None)
     return t[:, :, queries, keys]

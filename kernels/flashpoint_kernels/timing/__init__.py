@@ -42,7 +42,8 @@ __all__ = [
 ]
 
 
-_HOME = {"Peak": "device", "describe": "device", "measure": "measurement", "run_grid": "measurement"}  # others: case
+# The module that defines a name; names that are not listed are in `case`.
+_HOME = {"Peak": "device", "describe": "device", "measure": "measurement", "run_grid": "measurement"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,8 @@
 The floating-point operations of an algorithm, and the bytes that it must move, follow from the shapes. P is the number
 of (query, key) pairs over all batch entries and query heads. A matrix product over them is 2·P·D or 2·P·Dv operations.
 As in all papers, only products count (not softmax, masks and scaling). Each tensor of an algorithm is read or written
-once, in addition to its passes over the Sq × Sk matrix. This is the minimum, so the bytes per second are a lower bound
-for the memory's true rate, and the arithmetic intensity is an upper bound.
+once, in addition to the algorithm's passes over the Sq × Sk matrix. This is the minimum, so the bytes per second are a
+lower bound for the memory's true rate, and the arithmetic intensity is an upper bound.
 
 The standard count, with which papers compare, is the same for all algorithms: 4·B·Hq·Sq·Sk·D for the forward, half of
 it if causal, and 2.5 times that for the backward, however much is recomputed (for D ≠ Dv, 2·(D + Dv) instead of 4·D).
@@ -30,7 +30,7 @@ TIMED = (
     "flex", "flash_attn", "flash_attn_3", "flashinfer", "xformers",
 )  # fmt: skip
 
-OWN = "kernel"  # the caller's own function, which an HTTP request cannot name
+OWN = "kernel"  # `backend` of a case that times a function of the caller; HTTP requests cannot use it
 
 ROW_FIELDS = (
     "backend", "version", "device", "direction", "dtype", "causal", "batch", "q_heads", "kv_heads", "q_len", "kv_len",
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def problem(self) -> tuple[Any, ...]:
-        """The key of the problem. Cases that differ only in their implementation share it."""
+        """All fields except `backend`, as a key: it is equal for cases that differ only in their implementation."""
         return (
             self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.value_dim,
             self.dtype, self.causal, self.direction,
@@ -120,7 +120,8 @@ class Timing:
             raise ProblemError(errors)
 
 
-# The backends that a benchmark times on each kind of device; most of them cannot run on the other kind.
+# The backends that a preset times on each kind of device. Those only under "cuda" need a GPU, except `flex`, which on a
+# CPU has a forward but no backward.
 _BACKENDS = {
     "cpu": ("naive", "naive_explicit", "tiled", "torch", "sdpa_flash"),
     "cuda": (
@@ -146,7 +147,10 @@ def grid(
     causal: Iterable[bool] = (False,),
     directions: Iterable[CaseDirection] = ("forward",),
 ) -> list[Case]:
-    """Return all combinations; backends vary fastest. A shape has `Case`'s field names. Raises ProblemError."""
+    """Return a case for each combination of the arguments' items; backends vary fastest. Raises ProblemError.
+
+    A shape maps names of `Case`'s size fields to numbers.
+    """
     return [
         Case(**shape, dtype=dtype, causal=masked, direction=direction, backend=backend)
         for shape, dtype, masked, direction, backend in product(
@@ -156,11 +160,11 @@ def grid(
 
 
 def _papers(kind: str) -> list[Case]:
-    """Return the cases of the tables in the papers that this project follows, forward and backward.
+    """Return the cases, forward and backward, of the tables in the papers that this project follows.
 
-    They are: N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64, float16 and causal, for memory; B 4, H 8, D
-    64 in bfloat16 with N from 128 to 4096. On the CPU all are float32: without half-precision hardware, torch's 16-bit
-    products run at 1/20 of the speed, and naive attention would look slower than it is.
+    They are: N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64 in float16, causal, for a table of memory;
+    B 4, H 8, D 64 in bfloat16 with N from 128 to 4096. On the CPU all are float32: without half-precision hardware,
+    torch's 16-bit products run at 1/20 of the speed, and naive attention would look slower than it is.
     """
     float16, bfloat16 = ("float32", "float32") if kind == "cpu" else ("float16", "bfloat16")
     small = {"batch": 1, "q_heads": 1, "q_len": 512, "head_dim": 32}
@@ -188,21 +192,24 @@ PRESETS: dict[str, Callable[[str], list[Case]]] = {"papers": _papers, "h100": _h
 
 
 def preset(name: str, device: str = "cpu") -> list[Case]:
-    """Return the cases of a preset, with the useful implementations for `device` ("cpu", "cuda", "cuda:1").
+    """Return the cases of the preset `name`, with the implementations for `device` ("cpu", "cuda", "cuda:1").
 
-    Raises ProblemError, which names `preset`.
+    Raises ProblemError, for the field `preset`, if there is no preset `name`.
     """
     if name not in PRESETS:
         raise ProblemError([("preset", f"{name!r} is not one of {', '.join(PRESETS)}")])
     return PRESETS[name]("cpu" if device.startswith("cpu") else "cuda")
 
 
-_LSE_BYTES = 4  # always float32
+_LSE_BYTES = 4  # bytes of an element of lse, which is float32 for all dtypes
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row of the table of algorithms. `does` is its description."""
+    """The work of one of the `ALGORITHMS`, which `does` describes.
+
+    `d_products` and `dv_products` are its numbers of matrix products of 2·P·D and 2·P·Dv operations (see the module).
+    """
 
     does: str
     d_products: int
@@ -210,7 +217,7 @@ class Algorithm:
     skips_hidden: bool  # whether it omits the pairs that a causal mask hides
     tensors: tuple[str, ...]  # each is read or written once; a name may appear twice
     matrix_passes: int = 0  # number of times that the Sq × Sk matrix is read or written, in the inputs' dtype
-    causal_passes: int = 0  # additional times with a causal mask
+    causal_passes: int = 0  # additional passes over this matrix with a causal mask
 
 
 _GRADIENT = ("q", "k", "v", "do", "dq", "dk", "dv")
@@ -243,7 +250,10 @@ ALGORITHMS = {
 
 
 def pairs(case: Case, *, seen: bool = False) -> int:
-    """Return P, the (query, key) pairs over batch and query heads; with `seen`, without those that the mask hides."""
+    """Return P, the number of (query, key) pairs of all batch entries and query heads.
+
+    With `seen`, pairs that the causal mask hides do not count.
+    """
     rows, keys = case.q_len, case.kv_len
     count = rows * keys
     if seen and case.causal:
@@ -255,7 +265,7 @@ def pairs(case: Case, *, seen: bool = False) -> int:
 
 
 def flops(algorithm: str, case: Case) -> int:
-    """Return the operations of one run of `algorithm`, a name in `ALGORITHMS`."""
+    """Return the floating-point operations of one run of `algorithm`, a name in `ALGORITHMS`."""
     a = ALGORITHMS[algorithm]
     per_pair = 2 * (a.d_products * case.head_dim + a.dv_products * case.value_dim)
     return per_pair * pairs(case, seen=a.skips_hidden)
@@ -281,7 +291,7 @@ def held_bytes(algorithms: Sequence[str], case: Case) -> int:
 
 
 def standard_flops(case: Case) -> int:
-    """Return the number of operations by the papers' convention. Every causal case counts half, as with Sq = Sk."""
+    """Return the number of operations by the papers' convention. A causal case counts half, also if Sq ≠ Sk."""
     forward = 2 * pairs(case) * (case.head_dim + case.value_dim) // (2 if case.causal else 1)
     return {"forward": 2 * forward, "backward": 5 * forward, "both": 7 * forward}[case.direction] // 2
 

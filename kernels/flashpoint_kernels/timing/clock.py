@@ -20,14 +20,14 @@ import torch
 class Clock(Protocol):
     @property
     def with_host(self) -> bool:
-        """Whether the last times include the host's work, although a GPU computed."""
+        """Whether the times of the last calls include the host's time to launch them on the GPU."""
 
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         """Return the milliseconds of each of `repeats` calls. All calls have ended when it returns."""
 
 
 class CpuClock:
-    with_host = False  # the host itself is the device
+    with_host = False  # no GPU: the time of a call has no separate part for the host
 
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         taken = []
@@ -35,7 +35,7 @@ class CpuClock:
             start = perf_counter_ns()
             answer = call()
             taken.append((perf_counter_ns() - start) / 1e6)
-            del answer  # freed outside the measured time, because a caller would keep it
+            del answer  # free it outside the measured time, because a real caller would keep the answer
         return taken
 
 
@@ -72,7 +72,10 @@ class CudaClock:
         return taken
 
     def _queued(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """Return the milliseconds of the calls in which the GPU did not wait; after others, make the pause longer."""
+        """Time `repeats` calls, and return the milliseconds of those that were enqueued before the GPU started them.
+
+        If the GPU started others too early, make the pause longer; if it is at its maximum, return their times too.
+        """
         event: Callable[..., Any] = torch.cuda.Event
         sleep: Callable[[int], None] = torch.cuda._sleep
         timed: list[tuple[Any, Any]] = []
@@ -107,7 +110,10 @@ _TASKS = Path("/proc/self/task")  # one folder per thread; its schedstat has the
 
 
 def waited_ms() -> float | None:
-    """Return how long all threads of this process were ready but had no core; None if the system does not count it."""
+    """Return for how many milliseconds, summed over this process's threads, a thread was ready but had no core.
+
+    None if the system does not count it.
+    """
     total, counted = 0, False
     for task in _TASKS.iterdir() if _TASKS.exists() else ():
         with suppress(OSError):  # the thread has ended
@@ -117,7 +123,7 @@ def waited_ms() -> float | None:
 
 
 class Waits:
-    """Measure how long threads wait for a core, because other programs use it."""
+    """Measure for which share of the time `threads` threads wait for a core that other programs use."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -126,7 +132,7 @@ class Waits:
 
     @property
     def share(self) -> float | None:
-        """The share of the time for which a thread waited; None if the system does not count it."""
+        """The share of the time, 0 to 1, for which a thread waited on average; None if the system does not count it."""
         if self._at is None or not self._spent_ms:
             return None
         return min(1.0, self._waited_ms / self._spent_ms / self._threads)
@@ -138,14 +144,14 @@ class Waits:
         now = waited_ms()
         if now is not None and self._at is not None:
             self._spent_ms += spent_ms
-            self._waited_ms += max(0.0, now - self._at)  # the count of a thread that has ended is lost
+            self._waited_ms += max(0.0, now - self._at)  # below 0 if a thread, and with it its count, has ended
 
 
 class Slices:
-    """Measure the wall time between two yields of a generator, during which other users wait for the device.
+    """Measure slices: the wall time between two yields of a generator, during which other users wait for the device.
 
-    Inside `with_threads`, torch has that number of threads in each slice, and `waits` counts how long they wait for a
-    core.
+    Inside `with_threads(count)`, torch has `count` threads in each slice, and the returned `Waits` measures how long
+    they wait for a core.
     """
 
     def __init__(self, slice_ms: float) -> None:
@@ -158,7 +164,7 @@ class Slices:
 
     @property
     def spent_ms(self) -> float:
-        """The milliseconds of the open slice."""
+        """The milliseconds since the current slice began."""
         return (perf_counter() - self._since) * 1e3
 
     @property
@@ -186,7 +192,10 @@ class Slices:
 
     @contextmanager
     def with_threads(self, count: int) -> Iterator[Waits]:
-        """Run the block with `count` threads of torch; set them again after each pause, as others may change them."""
+        """Run the block with `count` threads of torch.
+
+        Set this number again after each pause, because other code may change it meanwhile.
+        """
         self._threads, self._waits = count, (waits := Waits(count))
         since = self.spent_ms
         self._enter()
@@ -215,7 +224,7 @@ def uncertainty(samples: Sequence[float]) -> float:
     """Return half the width of the median's 95% confidence interval, divided by the median.
 
     It uses order statistics, which do not depend on the distribution of times: the interval extends 0.98·sqrt(n) ranks
-    to both sides of the middle (Conover, Practical Nonparametric Statistics, §3.2). Up to n = 5 it is the whole range.
+    to both sides of the middle (Conover, Practical Nonparametric Statistics, §3.2). Up to n = 10 it is the whole range.
     """
     ordered, n = sorted(samples), len(samples)
     reach = 0.98 * math.sqrt(n)

@@ -95,7 +95,8 @@ SHEETS = {
 
 # Size of the copy: larger than the last-level caches, but on a CPU short enough for one or two slices.
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-# A product is large enough if it takes this long: launches, and work proportional to n², are then negligible beside n³.
+# Milliseconds: a product (n, n)·(n, n) is large enough if it takes this long. The launch, and work proportional to n²,
+# are then negligible beside n³.
 PRODUCT_MS = 10.0
 REPEATS = 15  # the fastest repetition counts, because a peak is an undisturbed speed
 
@@ -103,8 +104,8 @@ REPEATS = 15  # the fastest repetition counts, because a peak is an undisturbed 
 class Peak(NamedTuple):
     """The maximum speed of a device in one dtype. The `sheet_` figures are None without a data sheet in SHEETS."""
 
-    tflops: float  # the speed of float32 if that is higher: 16-bit types may be computed in float32
-    gb_per_s: float  # 1e9 bytes, read and written
+    tflops: float  # of products in the dtype, or in float32 if that is faster: 16-bit types may be computed in float32
+    gb_per_s: float  # 1e9 bytes a second of a copy; each byte counts twice: it is read and written
     sheet_tflops: float | None
     sheet_gb_per_s: float | None
     sheet: str | None
@@ -115,7 +116,10 @@ _products: dict[tuple[str, str], float] = {}  # (device, dtype): TFLOP/s
 
 
 def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
-    """Measure the peaks that `peak_of(device, dtype)` returns, unless they are known. Yield after each call."""
+    """Measure the peaks that `peak_of(device, dtype)` returns, unless they are known.
+
+    Yield the milliseconds of a slice after each copy and each product.
+    """
     clock, kind = clock_of(device), torch.device(device).type
     if device not in _copies:
         source = torch.zeros(COPY_BYTES[kind], dtype=torch.int8, device=device)
@@ -143,7 +147,7 @@ def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
 
 
 def peak_of(device: str, dtype: str) -> Peak:
-    """Return the result of `find_peaks`. Raises KeyError before that has run."""
+    """Return the peaks that `find_peaks` has measured. Raises KeyError if it has not run for this device and dtype."""
     tflops = max(_products[device, dtype], _products[device, "float32"])
     sheet = SHEETS.get(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
     if sheet is None:

@@ -1,8 +1,8 @@
 """The implementations of attention that can be timed, as differentiable functions of q, k and v.
 
-Each implementation has a version, and names its algorithms of both directions (`case.ALGORITHMS`). If it is known
-beforehand that it cannot run a case, it raises `CannotRunError` with the reason; else the error of its first call is
-the reason.
+Each implementation has a version, and names its algorithms of both directions (`case.ALGORITHMS`). It raises
+`CannotRunError`, with the reason, for a case that it is known not to support. For other cases that it cannot run, the
+reason is the error of its first call.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ class CannotRunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of attention. `make(case, device)` and `version()` raise CannotRunError."""
+    """One implementation of attention. `make(case, device)` returns a function that computes o of q, k and v.
+
+    `make` and `version` raise CannotRunError if the implementation cannot run here.
+    """
 
     make: Callable[[Case, str], Attend]
     version: Callable[[], str | None]
-    forward: str  # names in `case.ALGORITHMS`
+    forward: str  # `forward` and `backward` are names in `case.ALGORITHMS`
     backward: str
     layout: str = "bhsd"  # "bhsd" or "bshd": the layout of its tensors
 
@@ -52,7 +55,7 @@ def algorithms(case: Case) -> tuple[str, ...]:
 
 
 def implementation_of(case: Case, kernel: Kernel | None) -> Implementation:
-    """Return the implementation that `case` names: one of the known ones, or the caller's own function."""
+    """Return the implementation that `case` names: one of `IMPLEMENTATIONS`, or `kernel`, the caller's own function."""
     if case.backend != OWN:
         return IMPLEMENTATIONS[case.backend]
     if kernel is None:
@@ -61,7 +64,10 @@ def implementation_of(case: Case, kernel: Kernel | None) -> Implementation:
 
 
 def _own(kernel: Kernel, case: Case, device: str) -> Attend:
-    """Return the caller's function, called by the rules of `own_kernel`. Raises CannotRunError if it cannot be."""
+    """Return a function that calls `kernel` by the rules of `own_kernel`, and checks its result.
+
+    Raises CannotRunError if `kernel` does not take the options of `case`.
+    """
     try:
         given = keywords(kernel, {}, Options(causal=case.causal))
     except NotTakenError as error:
@@ -246,7 +252,7 @@ class _Explicit(torch.autograd.Function):
         q, k, v, p, o = ctx.saved_tensors
         naive: Naive = ctx.naive
         dv = p.mT @ do
-        # For a row that sees no key, P is NaN, as in autograd: naive attention does not handle it.
+        # For a row that sees no key, P is NaN, as with autograd: naive attention does not handle such rows.
         ds = (do @ naive.expanded(v).mT).sub_((o * do).sum(-1, keepdim=True)).mul_(p)
         dq = (ds @ naive.expanded(k)).mul_(naive.scale)
         dk = (ds.mT @ q).mul_(naive.scale)

@@ -36,14 +36,14 @@ from flashpoint_kernels.timing.device import describe, device_name, find_peaks, 
 from flashpoint_kernels.timing.implementations import CannotRunError, Implementation, algorithms, implementation_of
 from flashpoint_kernels.timing.own_kernel import Kernel
 
-# A call that is shorter than a slice by this factor is run unmeasured after a pause, which costs at most this fraction
+# A call that takes less than 1/_SHORT of a slice runs once unmeasured after a pause. So this run costs at most 1/_SHORT
 # of a slice.
 _SHORT = 4
 _LOOK_SECONDS = 0.005  # seconds between two checks of a call in another thread
 
 BUSY = 0.05  # a figure is disturbed if threads wait for a core for more than this share of the time
-# All threads together were delayed if they take this much longer, and this many times longer, than fewer threads: to
-# start threads takes microseconds, to wait for a busy core takes milliseconds.
+# Other programs delayed a call on all threads if it takes this much longer (milliseconds), and this many times longer,
+# than on fewer threads: to start threads takes microseconds, but to wait for a busy core takes milliseconds.
 _HELD_UP_MS, _HELD_UP = 1.0, 2.0
 _NOISE = 0.05  # two measurements of one call may differ by this much on a quiet machine
 _AGAIN = 3  # number of further measurements if the memory is below the algorithm's minimum
@@ -72,13 +72,13 @@ def measure(
     and `bytes` of the algorithm (see `case`), `flops_standard`, and their rates in TFLOP/s and GB/s (1e9 bytes);
     `arithmetic_intensity` in flops a byte; `roofline_percent` of the speed that the measured peaks allow at this
     intensity; `peak_bytes` beyond the inputs, including what a forward keeps for the backward; `speedup_over_naive`,
-    from `naive_ms` of the same problem; `longest_slice_ms`. A time above the roofline is measured again, and the longer
-    of the two counts: data was still in caches, or the peaks were disturbed. On the CPU, `threads` is the number with
-    which it was fastest by more than the noise, `ms_by_threads` has all medians, `waited` is the share of the time for
-    which threads waited for a core, and `busy` says that other programs disturbed it. `peak_bytes_low`: the memory is
-    below what the algorithm must hold, also after further attempts. If a problem cannot run, `skipped` is the
-    reason, and figures are None. Raises DeviceLostError if the device is lost, because nothing else can be measured
-    then.
+    from `naive_ms` of the same problem; `longest_slice_ms`. A case above the roofline is measured again, and the longer
+    of the two times counts: data was still in caches, or the peaks were disturbed. On the CPU, `threads` is the number
+    of threads with which calls were fastest by more than the noise, `ms_by_threads` has the medians of all numbers that
+    were tried, `waited` is the share of the time for which threads waited for a core, and `busy` says that other
+    programs disturbed the measurement. `peak_bytes_low`: the memory is below what the algorithm must hold, also after
+    further attempts. If a case cannot run, `skipped` is the reason, and figures are None. Raises DeviceLostError if the
+    device is lost, because nothing else can be measured then.
 
     `kernel` is the caller's own function, which a case of backend `kernel` times. Its FLOPs and bytes are counted like
     FlashAttention's.
@@ -118,18 +118,21 @@ def measure(
 
 @dataclass
 class _Timed:
-    """Milliseconds of each call, and what is known about them. A backward's peak memory includes its forward."""
+    """The measurements of a case: milliseconds of each call (`samples`), and the conditions of these calls.
+
+    `peak` is the peak memory in bytes; that of a backward includes its forward's.
+    """
 
     samples: list[float]
     peak: int | None
-    low: bool  # the peak is below what the algorithm must hold
+    low: bool  # whether the peak is below the memory that the algorithm must hold
     threads: int | None = None  # number of threads for the samples; None on a GPU
     by_threads: dict[int, float] | None = None  # the medians for each tested number of threads
     waited: float | None = None  # the largest share of the time that threads waited for a core
 
     @property
     def busy(self) -> bool:
-        """Whether other programs disturbed the time: threads waited, or all threads took far longer than fewer."""
+        """Whether other programs disturbed the time: threads waited, or all threads took far longer than fewer did."""
         held_up = False
         if self.by_threads:
             ms_of_all = self.by_threads[max(self.by_threads)]
@@ -149,7 +152,7 @@ class _Timed:
 def _timed(
     case: Case, implementation: Implementation, device: str, timing: Timing, slices: Slices
 ) -> Generator[float, None, _Timed]:
-    """Time a case. On the CPU, also try fewer threads, because OpenMP waits for its slowest thread."""
+    """Time a case. On the CPU, also try fewer threads: OpenMP waits for its slowest thread, so they may be faster."""
     attend = implementation.make(case, device)
     _check_memory(case, device)
     q, k, v, do = yield from _inputs(case, device, implementation.layout, slices)
@@ -211,7 +214,7 @@ def _timed(
         with slices.with_threads(count) as waits:
             began = slices.total_ms
             if times:
-                call()  # the first call with other threads starts them
+                call()  # not timed: the first call with another number of threads starts these threads
                 times[count] = yield from repeated(lambda samples: len(samples) >= timing.min_repeats)
             if count == every or median(times[count]) < median(times[every]):
                 times[count] = yield from repeated(precise)
@@ -266,7 +269,7 @@ def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[f
 
 
 def _check_memory(case: Case, device: str) -> None:
-    """Raise CannotRunError for a case that exceeds a CPU's memory, for which the system would kill the process."""
+    """Raise CannotRunError if naive attention needs more memory than the CPU has: the system would kill the process."""
     if not device.startswith("cpu") or not any(ALGORITHMS[name].matrix_passes for name in algorithms(case)):
         return
     # Naive attention holds S and P, in the backward also dP and dS, each possibly in float32.
@@ -277,9 +280,9 @@ def _check_memory(case: Case, device: str) -> None:
 
 
 def aside(call: Callable[[], Any], slices: Slices) -> Generator[float, None, None]:
-    """Run a call in another thread, and yield meanwhile: compilers take seconds, or a minute.
+    """Run a call in another thread, and yield until it ends: a call that compiles takes seconds, or a minute.
 
-    Raises the call's error. If the generator is closed before, nothing waits for the call.
+    Raises the call's error. If the generator is closed earlier, the thread goes on, and nothing waits for it.
     """
     ended: Future[None] = Future()
 
@@ -298,7 +301,7 @@ def aside(call: Callable[[], Any], slices: Slices) -> Generator[float, None, Non
 
 
 def _first(call: Callable[[], Any], device: str) -> None:
-    """Make the first call, which compiles kernels, and fails if the implementation cannot run."""
+    """Make the first call, which compiles kernels. Raises CannotRunError if it raises RuntimeError."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -336,9 +339,10 @@ def _rates(case: Case, device: str, ms: float) -> Row:
 def run_grid(
     cases: Sequence[Case], device: str = "cpu", timing: Timing | None = None, kernel: Kernel | None = None
 ) -> Generator[dict[str, Any], None, None]:
-    """Time `cases` on `device`, with a yield after every slice of `timing.slice_ms`. Yields the events of the package.
+    """Time `cases` on `device`, with a yield after every slice of `timing.slice_ms`.
 
-    `kernel` is as in `measure`. Rows come in the order of the cases, but problem by problem, with `naive` first.
+    Yields the events that the package `flashpoint_kernels.timing` lists. `kernel` is as in `measure`. Rows come in the
+    order of the cases, but problem by problem, with `naive` first.
     """
     timing = timing or Timing()
     total = len(cases)

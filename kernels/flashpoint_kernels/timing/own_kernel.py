@@ -26,7 +26,10 @@ class NotTakenError(Exception):
 
 
 def parameters(kernel: Kernel) -> dict[str, str] | None:
-    """Return the function's parameters by our names; None if it accepts every keyword or has no signature."""
+    """Return the function's parameters after q, k and v, as {name of our option or tensor: name of the parameter}.
+
+    Return None if the function accepts every keyword or has no signature.
+    """
     try:
         listed = inspect.signature(kernel).parameters.values()
     except (TypeError, ValueError):
