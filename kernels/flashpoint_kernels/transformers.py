@@ -30,8 +30,9 @@ def register(name: str = NAME) -> None:
             with "flash" in it for FlashAttention, so `flashpoint` cannot be one.
 
     Raises:
-        ProblemError: the name is one of transformers' own, or means something else to it. From now on, a model that
-            takes the name raises it too, if its attention cannot be replaced; it warns if a part cannot.
+        ProblemError: the name is one of transformers' own, or has another meaning there. After the registration, a
+            model that is given the name also raises it if its attention cannot be replaced; if only a part of it
+            cannot, the model warns.
     """
     models.register(name, _compute, sdpa_mask, _invalid)
 
@@ -40,7 +41,7 @@ def _compute(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool,
     window: int | None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Return o, as `flashpoint_contract.transformers.Solve` specifies. The mask contains the window."""
+    """Return o, as `flashpoint_contract.transformers.Solve` specifies. `window` is not used: the mask contains it."""
     o: Tensor = attention(q, k, v, **models.mask_options(mask, bias, causal, q.shape[2]), **options)
     return o
 

@@ -28,7 +28,8 @@ _IN_ROWS = ("q", "k", "v", "o", "do")
 def differentiate(problem: Problem, threads: int) -> None:
     """Write the gradients of all sequences with queries, on at most `threads` threads.
 
-    The caller must not be one of the threads of `spread`.
+    With `threads` above 1, do not call it in a thread of `reproducible.spread`: it may wait for other threads of
+    that pool.
     """
     t = {name: problem.view(name) for name in _IN_ROWS}
     t |= {name: problem.view(name).float() for name in ("lse", "dlse") if name in problem.tensors}
@@ -55,9 +56,10 @@ def _of_each_score(problem: Problem) -> bool:
 
 
 def _sum_of_masks(problem: Problem) -> Problem:
-    """Return the problem with memory for the float32 sum of a mask's gradient.
+    """Return the problem with new memory for dattn_mask: zeros in float32, to which its sequences add.
 
-    numpy's zeros occupy memory only once they are written; a part of a problem writes those of its sequences.
+    The zeros are numpy's, which occupy memory only where they are written: a part of a problem has memory of the shape
+    of the whole dattn_mask, but writes only that of its own sequences.
     """
     zeros = np.zeros(problem.outputs["dattn_mask"].shape, np.float32)
     return replace(problem, outputs={"dattn_mask": torch.from_numpy(zeros)})
@@ -94,7 +96,10 @@ def _shares(backward: Backward, spec: Spec, rows: list[Row] | tuple[Row, ...], t
 
 
 def prepared(problem: Problem, threads: int) -> Callable[[], None]:
-    """Return the call that `differentiate` makes; for a problem that `repeats`, it can be called again."""
+    """Return a function that does what `differentiate` does.
+
+    If `repeats(problem)`, it can be called again after other values were written into the problem's tensors.
+    """
     t = {name: problem.view(name) for name in (*_IN_ROWS, "lse")} | {n: problem.view(n) for n in problem.outputs}
     rows = [row for row in problem.rows if row.q_len]
     if not rows or not repeats(problem) or "dlse" in problem.tensors or any(t[n].stride(-1) != 1 for n in _IN_ROWS):

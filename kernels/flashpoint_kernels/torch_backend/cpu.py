@@ -1,4 +1,4 @@
-"""The kernels in C as a backend: every problem of the features in native.SUPPORT, on the CPU."""
+"""The kernels in C as a backend: on the CPU, for problems whose features are all in native.SUPPORT."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashpoint_kernels.problems.problem import Problem, forward_of
 from flashpoint_kernels.torch_backend.backward import prepared as prepared_gradient
 from flashpoint_kernels.torch_backend.forward import prepared, repeats
 
-KEPT_BYTES = 1 << 19  # maximum bytes of a forward that is kept for its gradients
+KEPT_BYTES = 1 << 19  # maximum bytes of o and lse that `Problem.calls` of a gradient keeps in memory
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -19,9 +19,9 @@ def forward(problems: Sequence[Problem]) -> None:
 
 
 def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
-    """Clear the outputs' gaps, and return the calls of a forward.
+    """Call `clear_outputs`, and return the functions that compute a forward.
 
-    Keep the calls with the problem if they stay valid when other values are written into its tensors.
+    Store them in `problem.calls` if they stay valid when other values are written into the problem's tensors.
     """
     problem.clear_outputs()
     rows = [row for row in problem.rows if row.q_len]
@@ -39,9 +39,9 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:
-    """Return the calls of a gradient, like `_calls`, with those of the forward if `lse` is missing.
+    """Return the functions that compute a gradient, as `_calls` does; if `lse` is missing, also those of the forward.
 
-    Keep them with the problem only if the forward's outputs have at most KEPT_BYTES.
+    They are stored in `problem.calls` only if the outputs of this forward have at most KEPT_BYTES.
     """
     calls: list[Callable[[], object]] = []
     whole, nbytes = problem, 0

@@ -26,7 +26,7 @@ from flashpoint_kernels.problems.problem import Problem, narrowed
 def attend_dense(
     spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, threads: int
 ) -> Replay | None:
-    """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D), where all sequences are like `row`.
+    """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D); all sequences have the lengths of `row`.
 
     Return a call that does this for other q, k, v, o and lse with the same strides. Return None if tensors were copied,
     if several threads share a head, or if there are too many sequences.
@@ -137,7 +137,7 @@ def rows_of(
     spec: Spec, row: Row, q: int, o: int, lse: int, at: QuerySteps, spans: int, tokens: int, first: int = 0,
     start: int = 0, slopes: int = 0, sinks: int = 0, mask: int = 0, blocks: int = 0,
 ) -> Rows:  # fmt: skip
-    """Return the queries of a sequence, whose keys [first, row.kv_len) are in `spans`. Addresses as in `Rows`.
+    """Return the `Rows` of a sequence whose keys [first, row.kv_len) are in `spans`; `Rows` describes the addresses.
 
     The members of `row` may be arrays, with one element per sequence. Queries do not see keys before `start`.
     """
@@ -153,7 +153,7 @@ def rows_of(
 
 
 def steps(t: Tensor, head: int) -> ByteSteps:
-    """Return the strides of the dimension `head`, and of the next dimension, which is that of rows."""
+    """Return the strides, in bytes, of the dimension `head` and of the next dimension, that of rows."""
     return ByteSteps(t.stride(head) * t.itemsize, t.stride(head + 1) * t.itemsize)
 
 
@@ -176,21 +176,22 @@ def in_rows(t: Tensor) -> Tensor:
 
 
 def address(t: Tensor, batch: int, row: int) -> int:
-    """Return the address of a sequence's row for head 0, in a canonical view."""
+    """Return the address of row `row` of head 0 in batch entry `batch` of a canonical view."""
     return t.data_ptr() + (batch * t.stride(0) + row * t.stride(2)) * t.itemsize
 
 
 def numbers_of(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Return one array (n,) for each member of the rows."""
+    """Return one int64 array (n,) for each field of `Row`, with its values in these n rows."""
     return (
         np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(Row._fields)).reshape(len(rows), -1).T.copy()
     )
 
 
 def _scale(problem: Problem, name: str) -> Tensor:
-    """Return scales with one float32 per key: (n, Hk, rows) for sequences, or (pool, Hk, page_size).
+    """Return the scales `name` in float32, with one number per key.
 
-    For pages that share their scales with a sequence: (B, Hk, page_size).
+    The shape is (N, Hk, Sk), or with pages (pool, Hk, page_size). If all keys of a head share a scale, the first
+    dimension is 1 or B instead.
     """
     spec, scale = problem.spec, problem.view(name).float()
     if not spec.per_row(name):
@@ -199,7 +200,7 @@ def _scale(problem: Problem, name: str) -> Tensor:
 
 
 def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
-    """Return the spans of unpaged keys, one for each sequence."""
+    """Return the addresses of keys that are not in pages: a span for each sequence."""
     numbers = np.zeros((len(rows), 8), np.int64)
     index, batch, *_, start, _, _, _ = numbers_of(rows)
     for place, t in enumerate((k, v)):
@@ -213,7 +214,7 @@ def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, s
 
 
 def _of_pages(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
-    """Return the spans of paged keys, one for each page."""
+    """Return the addresses of keys in pages: a span for each page."""
     spec = problem.spec
     pages = -(-max(row.kv_len for row in rows) // spec.page_size)
     index = torch.tensor([row.index for row in rows])

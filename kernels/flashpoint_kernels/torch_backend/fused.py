@@ -61,7 +61,7 @@ class Call:
     k: Tensor
     v: Tensor
     bias: Tensor | None  # (1, Hq|1, sq|1, sk|1) float32
-    causal: bool  # whether to apply the causal mask of a square
+    causal: bool  # whether to apply the causal mask, which requires sq = sk
     scale: float  # above 0, which the operators require
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class Call:
                 scale=self.scale,
             )  # fmt: skip
         else:
-            # The kernel's own lse is padded to 32 queries; the padding is never read.
+            # The kernel expects lse padded to a multiple of 32 queries; it never reads the padding.
             lse = pad(lse, (0, -lse.shape[-1] % 32), value=INF)
             dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
                 do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], self.causal,
@@ -125,7 +125,7 @@ class Prepared:
 
     x: dict[str, Tensor]
     call: Call
-    turned: float  # factor of q that makes the scale positive: 1 or −1
+    turned: float  # factor of q, the sign of the problem's scale: 1, −1 or 0. `Call.scale` is positive
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Prepared:
@@ -133,7 +133,7 @@ class Prepared:
         mask = problem.tensors.get("attn_mask")
         bias = None if mask is None else added(problem.mask_part(mask, rows))
         offset = row.offset
-        causal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees all keys
+        causal = spec.window[1] < row.kv_len - 1 - offset  # if false, even the first query sees all keys
         if causal and (bias is not None or offset or row.q_len != row.kv_len):
             keys, queries = (torch.arange(n, device=x["q"].device) for n in (row.kv_len, row.q_len))
             ahead = (keys > queries[:, None] + offset)[None, None]
@@ -171,10 +171,10 @@ class Prepared:
         return o, lse
 
     def differentiate(self, dsinks: Tensor | None) -> None:
-        """Write dq, dk and dv if requested, and add to `dsinks` (Hq,). `x` has the forward's answers."""
+        """Write dq, dk and dv if requested, and add to `dsinks` (Hq,). `x` must have the forward's o and lse."""
         x, call = self.x, self.call
         o, lse = x["o"], x["lse"]
-        # Round o like the forward's answer: then callers who pass this o get the same bits.
+        # Use o in q's dtype, as a forward returns it: then it does not matter for the bits who computed o.
         o = aligned(o.to(x["q"].dtype), call.q.dtype)
         # An lse of +∞ instead of −∞ makes the probabilities exp(s − lse) of a masked row 0.
         lse = aligned(lse, torch.float32)
@@ -192,14 +192,14 @@ class Prepared:
 
 
 def _only_sinks(problem: Problem) -> None:
-    """Write the lse of queries that see no key: it is the sink."""
+    """Write lse of sequences that have queries but no keys: it is the head's sink."""
     for _, x in problem.batches(lambda row: 1 if row.q_len and not row.kv_len else 0):
         if "lse" in x:
             x["lse"].copy_(x["sinks"][:, None].expand(x["lse"].shape))
 
 
 def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the sequences that have queries and keys; the operators do not support an empty side."""
+    """Return `Problem.batches` of the sequences that have queries and keys: the operators support no empty tensors."""
     return problem.batches(lambda row: 1 if row.q_len and row.kv_len else 0)
 
 
@@ -208,9 +208,9 @@ _asking = threading.Lock()
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Make torch's CUDA backwards deterministic: they use atomics by default. The CPU's never do.
+    """If `wanted`, make torch's CUDA backwards deterministic inside the context: by default they use atomics.
 
-    The setting is global, so one thread at a time may use it. The work inside is enqueued, but not waited for.
+    The setting is global, so one thread at a time may be inside. It enqueues work on the GPU, but does not wait for it.
     """
     with _asking, _asked(wanted):
         yield
@@ -218,7 +218,10 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _asked(wanted: bool) -> Iterator[None]:
-    """Turn on deterministic algorithms, but do not fill new memory with NaN: everything here is written completely."""
+    """If `wanted`, turn on deterministic algorithms inside the context.
+
+    torch then fills new memory with NaN. Turn this off, because the operators here write all of their outputs.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = _memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted or before[0], warn_only=before[1] and not wanted)
@@ -242,5 +245,5 @@ def _repeat(t: Tensor, heads: int) -> Tensor:
 
 
 def _sum_group(grad: Tensor, heads: int) -> Tensor:
-    """Return the gradient of `heads` key/value heads: sum that of their repetitions (n, Hq, sk, D) in float32."""
+    """Return the gradient of `heads` key/value heads: sum `grad` (n, Hq, sk, D) over each group of query heads."""
     return grad.view(grad.shape[0], heads, -1, *grad.shape[2:]).sum(2, dtype=torch.float32)

@@ -1,7 +1,8 @@
 """The backward kernels for Hopper: one warp loads, and two groups of warps multiply half a block each.
 
-The names are those of ../kernels/backward.py. For dK and dV, P is computed during the product dP, and dS during the
-product dV. For dQ, both are computed during the product of the previous tile.
+The names are those of ../kernels/backward.py. The kernel for dK and dV computes P while the product dP runs, and dS
+while the product dV runs. The kernel for dQ computes P and dS of a tile while the product dS·K of the previous tile
+runs.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +44,8 @@ from flashpoint_kernels.triton_backend.kernels.tiles import load_sequence, locat
 class QueryPipes(NamedTuple):
     """The pipes of the kernel for dQ.
 
-    q and do stay in shared memory for the whole block. Both wait for q's barrier; `do` is only the memory of its tile.
+    q and do stay in shared memory for the whole block. q's barrier signals the arrival of both, so `do` is no Pipe, but
+    only the shared memory of its tile.
     """
 
     q: Pipe
@@ -113,7 +115,7 @@ def query_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
     t, head, band = seq.row, seq.head, seq.band
     if work.end > 0:
         kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
-        # Finish each descriptor before computing the next address: the warp has only 24 registers.
+        # Finish each descriptor before computing the next address: a thread of this warp has only 24 registers.
         q = descriptor(rows_of(t, col.Q, head, band.q_len, head_dim, C), C.BLOCK_M, C.BLOCK_D, C)
         do = descriptor(rows_of(t, col.DO, head, band.q_len, value_dim, C), C.BLOCK_M, C.BLOCK_DV, C)
         k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
@@ -135,7 +137,9 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
     i0 = work.i0 + HALF * ROWS
     o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     p_stats, half = locate_stats(t, head)
-    m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)  # a block of a head that does not exist has no stats
+    # A block that sees no key has `work.end` 0. It may be padding, for a head that this sequence does not have: do not
+    # read its lse and delta.
+    m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)
     lse, delta = gl.load(p_stats + o_m, mask=m_stats), gl.load(p_stats + half + o_m, mask=m_stats)
     q, do = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS), pipes.do.index(0).slice(HALF * ROWS, ROWS)
     group = QueryGroup(o_m=o_m, lse=lse, delta=delta, q=q, do=do, pipes=pipes, work=work, seq=seq)
@@ -159,10 +163,10 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
 
 @jit
 def add_keys(running, group, n, CUT: tl.constexpr, C: tl.constexpr):
-    """Return QueryGradient: dq with tile n − 1 of the keys, and the dS of tile n, whose values have arrived.
+    """Return QueryGradient: dq with tile n − 1 of the keys, and the dS of tile n. The values of tile n have arrived.
 
-    The first tile has no previous tile: multiply zeros with the first tile, which has arrived. The next product then
-    overwrites the result (use_acc).
+    For n = 0 there is no previous tile: multiply a dS of zeros with tile 0, which has arrived. The product for n = 1
+    then overwrites the result (use_acc).
     """
     ROWS: tl.constexpr = C.BLOCK_M // 2
     S: tl.constexpr = product_layout(C.BLOCK_N)
@@ -182,7 +186,8 @@ def add_keys(running, group, n, CUT: tl.constexpr, C: tl.constexpr):
         within = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, S))
         j0 = first_key(n, work, C)
         p = gl.where(visible(group.o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
-    # Wait here, not before the scores: see forward.tile_softmax.
+    # Wait for the next tile here, not before its scores: ptxas moves no code across the wait. See
+    # forward.tile_softmax.
     wait_full(v, n + 1, C, pred=n + 1 < work.end)
     dp = wgmma_wait(1, [slopes])
     release(v, n, C)
@@ -195,8 +200,8 @@ def add_keys(running, group, n, CUT: tl.constexpr, C: tl.constexpr):
 class KeyPipes(NamedTuple):
     """The pipes of the kernel for dK and dV.
 
-    k and v stay in shared memory for the whole block. Both wait for k's barrier; `v` is only the memory of its tile.
-    q's `empty` barrier is for q and do.
+    k and v stay in shared memory for the whole block. k's barrier signals the arrival of both, so `v` is no Pipe, but
+    only the shared memory of its tile. Consumers release a tile of q and of do together, by q's `empty` barrier.
     """
 
     k: Pipe
@@ -206,10 +211,10 @@ class KeyPipes(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """A block of keys, and the blocks of queries that it uses, once for each of the `group` query heads.
+    """A block of keys, and the blocks of queries that may see it, which each of the `group` query heads has.
 
-    `j0` is the first key, `lo` the first query, `blocks` the number of blocks. The first `cut` blocks need a visibility
-    test.
+    `j0` is the first key, `lo` the first query, `blocks` the number of blocks of queries of a head. The first `cut` of
+    these blocks need a visibility test.
     """
 
     j0: Any
@@ -270,7 +275,8 @@ def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_di
 def find_keys(launched, C: tl.constexpr):
     """Return (Sequence of a key/value head, KeyWork) of a program.
 
-    If the sequence does not have this head, return a block beyond the last key, as find_queries does.
+    If the sequence has fewer heads than the launch, and not this one, return a block beyond the last key: no query sees
+    it, and nothing is stored.
     """
     item = launched.items + (gl.program_id(0) // launched.heads) * ITEM
     kv_head = gl.program_id(0) % launched.heads
@@ -366,7 +372,8 @@ def add_queries(sums, group, nth, nth_block, CUT: tl.constexpr, C: tl.constexpr)
         weights = gl.where(visible_to(group.o_n[:, None], i0, within[None, :], seq.band, C), weights, 0.0)
     delta = gl.load(p_stats + half + i0 + within)
     p = gl.convert_layout(cast(weights, C.DTYPE), operand_layout(C.BLOCK_DV))
-    # Wait here, not before the scores: see forward.tile_softmax.
+    # Wait for the next tile here, not before its scores: ptxas moves no code across the wait. See
+    # forward.tile_softmax.
     wait_full(pipes.q, n + 1, C, pred=n + 1 < work.group * work.blocks)
     dv = wgmma(p, b_do, sums.dv, is_async=True)
     dp = wgmma_wait(1, [slopes])
@@ -379,9 +386,9 @@ def add_queries(sums, group, nth, nth_block, CUT: tl.constexpr, C: tl.constexpr)
 
 @jit
 def locate_stats(t, head):
-    """Return (pointer to a head's lse, distance to its delta) in the output of `attention_delta`.
+    """Return (pointer to a head's lse, distance in elements to its delta) in the output of `attention_delta`.
 
-    Addresses are aligned to 16 bytes, and the memory has whole blocks.
+    Addresses are aligned to 16 bytes. The memory has whole blocks of queries, so a block is loaded without a mask.
     """
     base, head_stride = locate_vector(t, col.STATS)
     return tl.multiple_of(base + head * head_stride, 16), tl.multiple_of(head_stride // 2, 4)

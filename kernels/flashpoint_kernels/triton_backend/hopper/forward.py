@@ -1,8 +1,8 @@
 """The forward kernel for Hopper. The notation is that of ../kernels/forward.py.
 
-A group of warps issues the product for the scores of a tile before the product with the values of the tile before it.
-So the softmax of a tile also runs beside a product of its own group. The two groups issue products in turns
-(FlashAttention-3's ping-pong), so the softmax of one runs beside the products of the other, tile by tile. A group
+A group of warps issues the product for the scores of a tile before the product with the values of the previous tile.
+So the softmax of a tile runs while a product of its own group runs. The two groups issue products in turns
+(FlashAttention-3's ping-pong), so the softmax of one also runs during the products of the other, tile by tile. A group
 computes its tiles from the last to the first: tiles that need a visibility test come first.
 """
 
@@ -71,7 +71,7 @@ class Running(NamedTuple):
 
 @jit(do_not_specialize=["heads", "head_dim", "value_dim", "blocks"])
 def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, blocks, C: tl.constexpr):
-    """Store o and lse of each work item and head, as `attention_forward` does, but never a part of a split problem.
+    """Store o and lse of each work item and head, as `attention_forward` does, but keys are never split into parts.
 
     `blocks` is the number of items times heads. The programs share them; with `blocks` programs, each takes one block.
     """
@@ -236,7 +236,10 @@ def step(running, group, n, seeing, CUT: tl.constexpr, C: tl.constexpr):
 
 @jit
 def turn(n, half):
-    """Return the phase after which a group takes its nth turn. The first group does not wait for its first turn."""
+    """Return the phase of the barrier `Pipes.turns` whose end a group awaits before its nth turn.
+
+    The first group does not wait for its first turn.
+    """
     return (n & 1) ^ (1 - half)
 
 
@@ -253,8 +256,9 @@ def issue_scores(group, n, C: tl.constexpr):
 def tile_softmax(s, softmax, group, n, CUT: tl.constexpr, C: tl.constexpr):
     """Return (p, m, denom, shrink) of `online_softmax` for the scores of tile n, and release the tile's keys.
 
-    It ends with the wait for the keys of the next tile. ptxas moves nothing across that wait loop. Without it, ptxas
-    would move the wait for the values to the start of the softmax, and no product would run beside the softmax.
+    The last step is the wait for the keys of the next tile. ptxas moves no code across this wait, which is a loop.
+    Otherwise it would move the wait for the product with the values to the start of the softmax, and no product of this
+    group would run during the softmax.
     """
     k, work, seq = group.pipes.k, group.work, group.seq
     release(k, n, C)

@@ -1,4 +1,4 @@
-"""Gluon's names, and the differences between releases of Triton.
+"""Import Gluon's functions, by names that are the same for all supported releases of Triton.
 
 Triton's interpreter does not run Gluon. The tests replace this module by their own interpreter.
 """
@@ -17,6 +17,7 @@ constexpr_function: Any = import_module("triton.experimental.gluon").constexpr_f
 jit: Any = import_module("triton.experimental.gluon").jit
 mbarrier: Any = hopper.mbarrier
 tma: Any = hopper.tma
-tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # from triton 3.9 on, and before
+# Triton has `async_load` from 3.9 on, and `async_copy_global_to_shared` before.
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 wgmma: Any = hopper.warpgroup_mma
 wgmma_wait: Any = hopper.warpgroup_mma_wait

@@ -17,8 +17,8 @@ from flashpoint_kernels.triton_backend.kernels.tiles import key_stretches, load_
 class Pipe(NamedTuple):
     """Stages of shared memory for tiles of one tensor.
 
-    `full`: a phase ends when a tile has arrived. `empty`: a phase ends when both consumers have finished with a tile;
-    None if the tile stays for the whole block.
+    `full` and `empty` have a barrier for each stage. A phase of `full` ends when a tile has arrived. A phase of `empty`
+    ends when both consumers have finished with a tile; `empty` is None if the tile stays for the whole block.
     """
 
     tiles: Any
@@ -67,7 +67,8 @@ def operand_layout(columns):
 def find_queries(launched, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
     """Return (Sequence, QueryWork) of the nth block of queries of a launch, whose first tile has the number `first`.
 
-    If the sequence does not have this head, return a block beyond the last query, which sees no key and stores nothing.
+    If the sequence has fewer heads than the launch, and not this one, return a block beyond the last query, which sees
+    no key and stores nothing.
     """
     item = launched.items + (nth // launched.heads) * ITEM
     head = nth % launched.heads
@@ -89,7 +90,7 @@ def first_key(n, work, C: tl.constexpr):
 
 @jit
 def descriptor(rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """Return a descriptor of the Rows of a head, for tiles of (ROWS, BLOCK_D); loads beyond them give 0.
+    """Return a descriptor of the Rows of a head, for tiles of (ROWS, BLOCK_D); loads beyond the Rows give 0.
 
     The copy engine reads through it, so loads need no registers and no address computation. Some tensors cannot be
     described: see `Table.describable`.
@@ -125,7 +126,7 @@ def group_stages(NUMBER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 
 @jit
 def barriers(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
-    """Allocate barriers in shared memory. A phase ends after ARRIVALS arrivals and after the bytes that it expects."""
+    """Allocate barriers in shared memory. A phase ends after ARRIVALS arrivals and all bytes that it expects."""
     made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(NUMBER):
         mbarrier.init(made.index(at), count=ARRIVALS)
@@ -134,7 +135,7 @@ def barriers(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
 
 @jit
 def load_tile(rows, tile, at, barrier):
-    """Start the copy engine's load of the descriptor's tile at these coordinates; `barrier` waits for its bytes."""
+    """Start the load of the tile at `at` in descriptor `rows` into `tile`; `barrier` expects the tile's bytes."""
     mbarrier.expect(barrier, rows.block_type.nbytes)
     tma_load(rows, at, barrier, tile)
 
@@ -161,7 +162,7 @@ def release(pipe, n, C: tl.constexpr, pred=True):
 def carried(x, OPERAND: tl.constexpr, C: tl.constexpr):
     """Return a product's first operand in the form in which a loop carries it to its next iteration.
 
-    This is x, float32, unchanged with CARRY_FLOAT32; else the operand in DTYPE and the layout OPERAND.
+    With CARRY_FLOAT32 this is x unchanged, in float32; else it is the operand, in DTYPE and in the layout OPERAND.
     """
     if not C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
@@ -170,7 +171,7 @@ def carried(x, OPERAND: tl.constexpr, C: tl.constexpr):
 
 @jit
 def operand(x, OPERAND: tl.constexpr, C: tl.constexpr):
-    """Return the product's operand, from the result of `carried`."""
+    """Return a product's first operand, in DTYPE and in the layout OPERAND, from the result `x` of `carried`."""
     if C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
     return x

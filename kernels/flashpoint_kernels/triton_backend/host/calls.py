@@ -1,6 +1,6 @@
 """Represent one call of a kernel as a value that can be run, or only compiled in advance.
 
-Triton takes seconds to compile a call. `start_compiling` does that in threads: the compiler's passes and ptxas run
+Triton takes seconds to compile a kernel. `start_compiling` compiles in threads: the compiler's passes and ptxas run
 without Python's lock.
 """
 
@@ -70,7 +70,7 @@ class Call:
 
     @property
     def compiled(self) -> bool:
-        """Return whether the kernel is compiled."""
+        """Return whether this process has compiled the kernel; always true in Triton's interpreter."""
         return INTERPRETED or self.code.variant in _ready
 
     def run(self) -> None:
@@ -120,7 +120,8 @@ def _inside(device: torch.device, describes: bool, act: Callable[[], Any]) -> An
 
     around: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     if INTERPRETED:
-        # NumPy warns about arithmetic that a GPU does silently: −inf, and overflow of values that are masked later.
+        # Triton's interpreter computes with NumPy, which warns about arithmetic that a GPU does silently: −inf, and
+        # overflow of values that are masked later.
         around = np.errstate(all="ignore")
     with around:
         return contextvars.copy_context().run(inside) if describes else act()
@@ -139,5 +140,5 @@ def start_compiling(calls: Callable[[], Iterable[Call]]) -> Future[None]:
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    """Return a pool with half of the cores; requests that need no compilation use the other half."""
+    """Return a pool with a thread for every second core: requests that need no compilation use the other cores."""
     return ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix="flashpoint-compile")

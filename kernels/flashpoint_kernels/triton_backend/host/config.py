@@ -29,10 +29,10 @@ from flashpoint_kernels.triton_backend.host.configurations import (
 from flashpoint_kernels.triton_backend.kernels.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED
 
-# The interpreter runs each tile in Python, so there must be few tiles, but enough for tests in which tiles are cut by a
-# mask, skipped and split. M and N differ.
-INTERPRETED_AS = 90  # the interpreter widens 8-bit keys as this architecture does
-# `few_queries` is smaller than on a device, so that small problems use both kinds of blocks.
+INTERPRETED_AS = 90  # Triton's interpreter widens 8-bit keys as this architecture does
+# Triton's interpreter runs each tile in Python, so there must be few tiles, but enough for tests in which tiles are cut
+# by a mask, skipped and split. M and N differ. `few_queries` is smaller than on a device, so that small problems use
+# both kinds of blocks: packed blocks, and blocks of one head.
 _INTERPRETER = Config(
     Tile(64, 32), Tile(32, 64), Tile(64, 32, num_stages=3), Tile(32, 32),
     split_keys=64, few_queries=8, least_keys=32, least_programs=4,
@@ -76,8 +76,9 @@ def exact(head_dim: int, value_dim: int) -> bool:
 def table_of(chip: Chip) -> int:
     """Return the architecture whose table `chip` uses.
 
-    This is its own architecture, or the one of its generation whose tiles use the most of its shared memory. Raises
-    ValueError if no table is known to fit.
+    This is its own architecture, if it has a table that fits into the chip's shared memory. Otherwise it is, among the
+    architectures of its generation whose tables fit, the one with the most shared memory. Raises ValueError if none
+    fits.
     """
     if SHARED_KIB.get(chip.arch, chip.shared_kib + 1) <= chip.shared_kib:
         return chip.arch
@@ -99,8 +100,8 @@ def tiles(
     """Return the tiles of a problem in the table of sm_`arch`; `hopper` adds the tiles of the path for Hopper.
 
     Some options need more registers and use the tiles of a higher level. A head dimension that is not a power of two
-    tests the columns of loads through pointers, and pages need an address for each key: both use level 1. A block mask
-    is read in the tiles that it cuts, and 8-bit keys are widened: both use level 2. 8-bit keys in pages have tiles with
+    needs a mask for the columns of loads, and pages need an address for each key: both use level 1. A block mask is
+    read in the tiles that it cuts, and 8-bit keys are widened: both use level 2. 8-bit keys in pages have tiles with
     half the keys, and so do 8-bit keys in packed blocks. On sm_90 a Triton without proxy fences uses no asynchronous
     copies.
     """
@@ -115,7 +116,7 @@ def tiles(
         packed = replace(packed, block_n=max(packed.block_n // 2, 16))
     if quantized and paged:
         forward = replace(forward, block_n=max(forward.block_n // 2, 16))
-        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
+        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # on sm_100, 3 spill registers
     if paged:
         forward, packed = _of_pages(forward), _of_pages(packed)
     if blocks and arch == 100 and widest == 128:  # with 64 keys, the loop of uncut tiles spills registers
@@ -125,7 +126,7 @@ def tiles(
         config = config.without_copies()
         if widest == 128 and config.backward_kv.block_m == 64:  # the tile spills if it is loaded through registers
             config = replace(config, backward_kv=replace(config.backward_kv, block_m=32))
-    if arch == 100:  # Triton 3.7.1 omits a fence there
+    if arch == 100:  # in dQ, Triton 3.7.1 omits a proxy fence there
         config = replace(config, one_stage=("backward_q",))
     of_hopper: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
     return replace(config, **of_hopper)
@@ -140,7 +141,7 @@ def _of_pages(tile: Tile) -> Tile:
 
 
 def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Tile | None:
-    """Return the forward's tile for head dimensions above 256, and for 192 with 128 at level 0; None for others."""
+    """Return the forward's tile for dimensions above 256, or at level 0 for D 192 with Dv 128; None for others."""
     kind = "99 KiB" if SHARED_KIB[arch] <= 99 else "sm_100" if arch == 100 else "16 bits"
     by_dim = WIDE["float32" if dtype == "float32" else kind]
     if max(head_dim, value_dim) > MAX_HEAD_DIM:
@@ -170,12 +171,12 @@ def carries_float32(name: str, block_d: int, block_dv: int) -> bool:
     return (name == "forward" and block_dv <= 128) or (name == "backward_q" and block_d == 128)
 
 
-# replaces every device, in a process that compiles for an absent GPU (ahead.py)
+# If it is set, its properties replace those of every device: ahead.py compiles for a GPU that is not in the machine.
 stand_in: Chip | None = None
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Return the properties of a CUDA device from its driver."""
+    """Return the properties of a CUDA device, as its driver reports them; `stand_in` instead if it is set."""
     return stand_in or _chip_of(device)
 
 

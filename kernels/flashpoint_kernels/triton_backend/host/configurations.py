@@ -1,8 +1,8 @@
-"""Tile sizes, and the GPUs and releases of Triton for which the kernels are right. Imports neither torch nor Triton.
+"""Tile sizes, and the GPUs and releases of Triton that give right results. Imports neither torch nor Triton.
 
 There is one table per architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
 
-They were chosen from the compiler's output (Triton 3.7.1, benchmarks/results/compile-*.json,
+The sizes were chosen from the compiler's output (Triton 3.7.1, benchmarks/results/compile-*.json,
 docs/measurements/compiled.md). Those for Hopper were timed on an H200 (docs/measurements/gpu.md), but not beside other
 tiles: the sweep of `make gpu`, which does that and proposes faster ones, has not run yet.
 
@@ -93,7 +93,7 @@ class Config:
     def backward_q_of(self, rows: int) -> Tile:
         """Return the tile of dQ for packed blocks of `rows` rows, or with 0, for a block of one head's queries.
 
-        dQ holds twice as many products of a tile as the forward, so it has half the keys.
+        dQ holds twice as many products of a tile as the forward, so its tile has half the keys.
         """
         if not rows:
             return self.backward_q
@@ -107,7 +107,7 @@ class Config:
     def merge_of(self, rows: int) -> Tile:
         """Return the tile of `merge_parts`.
 
-        It holds two accumulators (a part and the sum before it), so it has twice the warps.
+        This kernel holds two accumulators (a part, and the sum of earlier parts), so it has twice the forward's warps.
         """
         tile = self.forward_of(rows)
         return replace(tile, num_warps=2 * tile.num_warps)
@@ -140,7 +140,10 @@ _PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16
 
 
 def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
-    """Return the tile of packed blocks, by the larger padded head dimension; its rows are the maximum of a block."""
+    """Return the tile of packed blocks, which have at most its `block_m` rows.
+
+    `widest` is the larger of the padded head dimensions of keys and of values.
+    """
     by_dim = _PACKED_FLOAT32 if dtype == "float32" else _PACKED_99 if SHARED_KIB[arch] <= 99 else _PACKED
     return by_dim[next(dim for dim in by_dim if widest <= dim)]
 
@@ -161,14 +164,14 @@ _FLOAT32 = {
     128: Config(Tile(32, 32, 8, 1), Tile(32, 32), Tile(32, 32)),
     256: Config(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# With all options a score needs more registers, so use half the tile on every GPU.
+# At level 2 (all options) a score needs more registers, so use half the tile on every GPU.
 _LEVEL_2 = {
     64: Config(Tile(64, 64, 4), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
     128: Config(Tile(64, 64), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
     256: Config(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
 
-# mma.sync takes its operands from registers: a 16-bit accumulator of 64 keys by 128 is the largest that does not spill.
+# mma.sync takes its operands from registers, so registers limit the size of tiles.
 _SM80: Table = {
     "level 0": {
         64: Config(Tile(128, 128, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
@@ -183,7 +186,8 @@ _SM80: Table = {
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
-# The same instructions with 99 KiB of memory: the widest heads have one stage less.
+# sm_86 and sm_89 have the instructions of sm_80, but only 99 KiB of shared memory: wide heads have other tiles, most of
+# them smaller or with fewer stages.
 _SM86: Table = {
     "level 0": {
         **_SM80["level 0"],
@@ -199,8 +203,8 @@ _SM86: Table = {
     "float32": _FLOAT32,
 }
 # At D 64 from sm_90 on: two programs of four warps on a multiprocessor, so that the softmax of one runs beside the
-# products of the other. It has 8.1 instructions per score on sm_90 (one program of 128×128: 7.1), and 7.4 (7.2) on
-# sm_100. Triton's tutorial, timed on such GPUs, uses the same tile.
+# products of the other. This tile has 8.1 instructions per score on sm_90 (one program of 128×128: 7.1), and 7.4 (7.2)
+# on sm_100. Triton's tutorial, timed on such GPUs, uses the same tile.
 _TWO_PROGRAMS = Tile(128, 64, 4, 3)
 # wgmma reads operands from shared memory, so tiles are larger and have one more stage. At D 128 the forward, 128×128,
 # is at the limit of registers: 8.2 instructions per score. dQ would have 8.3 with 128×128, but no memory for a third
@@ -219,7 +223,7 @@ _SM90: Table = {
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
-# tcgen05 keeps accumulators in their own memory; P and dS pass through shared memory on their way there. Where Triton
+# tcgen05 keeps accumulators in tensor memory; P and dS pass through shared memory on their way there. Where Triton
 # 3.7.1 leaves out a proxy fence (dQ, and the forward from level 1 on), a tile has one stage, and no copy runs ahead.
 _SM100: Table = {
     "level 0": {
