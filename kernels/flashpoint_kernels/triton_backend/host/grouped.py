@@ -24,10 +24,9 @@ _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
 class Upload:
     """Arrays that a launch reads, copied to its device together when the first is requested, from pinned memory.
 
-    Arrays that are added later are copied later.
-
-    It keeps both copies. Kernels that run again read the same addresses and copy nothing, so a CUDA graph can capture a
-    launch that has run once.
+    Arrays that are added later are copied later. This object keeps the copies in pinned memory and on the device.
+    Kernels that run again read the same addresses and copy nothing, so a CUDA graph can capture a launch that has run
+    once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,8 +68,8 @@ class Upload:
 class Launch:
     """Problems that run together: their route, their joint table, and the arrays that their kernels read.
 
-    With `every`, the launch also has calls without programs, for which other problems with this launch key may have
-    programs.
+    With `every`, the launch also has calls with an empty grid: kernels that these problems do not need, but that other
+    problems with this launch key may need. So they can be compiled in advance.
     """
 
     def __init__(self, route: Route, problems: list[Problem], tables: list[Table], every: bool) -> None:
@@ -98,7 +97,7 @@ class Launch:
         return floats[0] if len(floats) == 1 else np.concatenate(floats)
 
     def column(self, column: Any, after: int = 0) -> np.ndarray:
-        """Return a column of the joint table, or the column `after` positions behind it."""
+        """Return column `column` + `after` of the joint table's integers."""
         numbers: np.ndarray = self.ints[:, column.value + after]
         return numbers
 
@@ -118,7 +117,7 @@ class Launch:
     def place_stats(self, ints: np.ndarray) -> Tensor:
         """Allocate memory for the output of `attention_delta`, and write its addresses into the table.
 
-        It has two rows per head: lse and delta. Each sequence has its own whole blocks of queries in this memory, so
+        The memory has two rows per head: lse and delta. Each sequence has its own whole blocks of queries in it, so
         kernels load and store a block without a mask.
         """
         block = self.config.delta.block_m

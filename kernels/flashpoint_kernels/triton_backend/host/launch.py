@@ -101,7 +101,7 @@ def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
 
 
 def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
-    """Yield each call that problems with this launch key may need, also calls without programs for these problems."""
+    """Yield each call that problems with this launch key may need; calls that these do not need have empty grids."""
     if problems[0].spec.direction == "forward":
         yield from forward_calls(problems, every=True)
         return
@@ -113,7 +113,7 @@ def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
 def forward_calls(problems: Sequence[Problem], tiles: Config | None = None, *, every: bool = False) -> Iterator[Call]:
     """Yield the calls of `forward`, in order. benchmarks/gpu.py passes `tiles` that are not in the device's table.
 
-    With `every`, also yield calls without programs, which other problems with this launch key may need.
+    With `every`, also yield calls with an empty grid, whose kernels other problems with this launch key may need.
     """
     for launch in _launches(problems, [{} for _ in problems], tiles, every):
         work = forward_lists(launch.shapes, launch.config)
@@ -129,7 +129,7 @@ def forward_calls(problems: Sequence[Problem], tiles: Config | None = None, *, e
 
 
 class _Parts:
-    """Memory for the answers of the parts of split sequences, allocated at first use."""
+    """Memory for o and lse of the parts of split sequences, allocated at first use."""
 
     def __init__(self, launch: Launch, slots: int, rows: int) -> None:
         self._launch, self._slots, self._rows = launch, slots, rows
@@ -137,13 +137,13 @@ class _Parts:
     @cached_property
     def memory(self) -> tuple[Tensor, Tensor]:
         if not self._slots:
-            return self._launch.floats, self._launch.floats  # pointers that no program follows
+            return self._launch.floats, self._launch.floats  # any valid pointers: no program reads or writes there
         size = self._slots * self._rows
         return self._launch.scratch(size * self._launch.route.block_dims[1]), self._launch.scratch(size)
 
 
 def _forward_blocks(launch: Launch, work: ForwardList) -> Iterator[Call]:
-    """Yield the forward's calls for one kind of blocks: their lists of tiles, the blocks, and the merge of parts."""
+    """Yield the forward's calls for one kind of blocks: make lists of tiles, compute the blocks, merge their parts."""
     rows, items, route = work.rows, work.items, launch.route
     heads = launch.kv_heads if rows else launch.heads
     code, listed = _forward_code(route, rows), None
@@ -176,7 +176,11 @@ def _forward_blocks(launch: Launch, work: ForwardList) -> Iterator[Call]:
 
 
 def _may_share(launch: Launch, work: ForwardList) -> bool:
-    """Return whether sequences may share a read of keys: with parts of packed blocks, without masks and dropout."""
+    """Return whether one program may read keys in pages for several sequences.
+
+    This requires split sequences in packed blocks, no masks and no dropout, and known page numbers. With
+    `launch.every`, the number of parts and the page numbers do not count.
+    """
     shared = launch.route.shared("PAGED", "LEVEL")
     if not work.rows or not shared["PAGED"] or shared["LEVEL"] > 1 or launch.route.blocks:
         return False
@@ -196,7 +200,7 @@ def _forward_code(route: Route, rows: int, kernel: Any = attention_forward) -> C
 
 
 def _merge_code(route: Route, rows: int) -> Code:
-    """Return the code that merges the parts of these blocks."""
+    """Return the code that merges the parts of packed blocks of `rows` rows, or with 0, of blocks of one head."""
 
     def make() -> tuple[Tile, dict[str, Any]]:
         return route.config.merge_of(rows), route.shared(*VALUES) | {"PACKED": rows > 0}
@@ -205,8 +209,8 @@ def _merge_code(route: Route, rows: int) -> Code:
 
 
 def _forward_hopper(launch: Launch, items: np.ndarray) -> Call:
-    """Return the forward's call for Hopper: one program per multiprocessor, which divide the blocks of queries."""
-    # Import it only when the path is requested: see hopper/.
+    """Return the forward's call for Hopper: at most one program per multiprocessor, which take the blocks in turn."""
+    # Import it only when a problem uses it: see hopper/__init__.py.
     from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
 
     blocks = len(items) * launch.heads
@@ -229,7 +233,10 @@ def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
 
 
 def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """Yield the calls for Hopper of the gradient `name` in `Config`, with at most PROGRAMS_OF_HOPPER programs each."""
+    """Yield the calls for Hopper of a gradient's kernel, with at most PROGRAMS_OF_HOPPER programs each.
+
+    `name` is the name of its tile in `Config`.
+    """
     from flashpoint_kernels.triton_backend.hopper import backward
 
     kernels = {
@@ -248,7 +255,7 @@ def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -
 
 
 def scratch_of(problem: Problem) -> dict[str, Tensor]:
-    """Return float32 memory for the sum of dsinks, if the problem requests dsinks."""
+    """Return {"dsinks": zeros in float32, to which kernels add}; {} if the problem does not request dsinks."""
     if "dsinks" not in problem.outputs:
         return {}
     return {"dsinks": torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)}
@@ -260,7 +267,7 @@ def backward_calls(
 ) -> Iterator[Call]:  # fmt: skip
     """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem.
 
-    With `every`, also yield calls without programs, which other problems with this launch key may need.
+    With `every`, also yield calls with an empty grid, whose kernels other problems with this launch key may need.
     """
     for launch in _launches(problems, scratch, tiles, every):
         yield from _backward_of(launch)
@@ -290,7 +297,10 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
 
 
 def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """Yield the calls of a gradient's kernel. `rows` are those of its packed blocks, None for dK and dV."""
+    """Yield the calls of a gradient's kernel.
+
+    `rows` is for dQ: the rows of its packed blocks, 0 for blocks of one head. For dK and dV it is None.
+    """
     route, config = launch.route, launch.config
     if not (len(items) or launch.every):
         return
@@ -314,7 +324,7 @@ def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, 
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
-    """Yield the calls for dattn_mask, one for each dtype of the masks: usually one, two if some masks are float64."""
+    """Yield the call for dattn_mask if a problem requests it. All masks of a launch have one dtype (`launch_key`)."""
     route, tile = launch.route, launch.config.backward_q
     items: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for problem, first in zip(launch.problems, launch.first_row, strict=False):
@@ -363,10 +373,13 @@ def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
 def _launches(
     problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None, every: bool
 ) -> Iterator[Launch]:
-    """Group problems by route. A route depends on one problem alone, so that others never change its variant."""
+    """Group problems by route, and yield a launch for each group.
+
+    A problem's route does not depend on the other problems, so they never change which kernels compute it.
+    """
     groups: dict[Route, tuple[list[Problem], list[Table]]] = {}
     for problem, extra in zip(problems, extras, strict=True):
-        if not problem.rows:  # an empty batch has no program, so set its sums to 0
+        if not problem.rows:  # an empty batch has no program; `prepare` writes zeros to its dattn_mask and dsinks
             problem.clear_outputs()
             continue
         made = Table(problem, extra)

@@ -19,7 +19,7 @@ from flashpoint_kernels.triton_backend.kernels.blocks import HEADER, UNIT, list_
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """The lists of tiles for one kernel.
+    """The lists of tiles for one kernel (blocks.py describes a list).
 
     `items` are the kernel's work items, with one more column: the position of the item's lists in `memory`. `call`
     writes the lists.
@@ -31,7 +31,10 @@ class Lists:
 
 
 def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, parts: np.ndarray | None = None) -> Lists:
-    """Return the lists for blocks of queries: tiles of the keys in a block's part (first and end), or of all keys."""
+    """Return the lists for blocks of queries, of tiles of keys.
+
+    `parts` (n, 2) has the keys [first, end) of each item's part; None means all keys.
+    """
     if parts is None:
         keys = launch.column(columns.KV_LEN)[items[:, 0]]
         parts = np.column_stack([np.zeros_like(keys), keys])
@@ -42,7 +45,7 @@ def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, part
 
 
 def of_keys(launch: Launch, items: np.ndarray, tile: Tile) -> Lists:
-    """Return the lists for blocks of keys: for each head, the tiles of queries that see the block."""
+    """Return the lists for blocks of keys: for each key/value head, the tiles of queries that see the block."""
     heads, group = launch.column(columns.HEADS), launch.column(columns.GROUP)
     queries = launch.column(columns.Q_LEN)[items[:, 0]]
     together = np.where(_own_blocks(launch), group, 1)[items[:, 0]]

@@ -33,7 +33,8 @@ TYPES = {
     "float64": tl.float64,
 }
 
-# The names of constants that all kernels share; each kernel adds the constants of its tiles.
+# Names of the constants that a kernel gets from its route, for kernels for Hopper, of the backward, of the forward, and
+# those that do not read keys. A kernel adds the constants of its tile.
 OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN", "BLOCKS")
 FORWARD = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_DV", "PAGED", "KEYS", "BLOCKS")
@@ -41,7 +42,7 @@ VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 
 class Route:
-    """The tiles, the common constants and the code of every kernel of a launch."""
+    """The tiles of a launch, the constants that its kernels have in common, and the Code of each kernel."""
 
     def __init__(self, key: tuple[Any, ...], aligned: bool, hopper: bool, device: torch.device, config: Config) -> None:
         _, _, (dtype, of_keys, mask), dims, precision, level, paged, blocks = key
@@ -70,7 +71,10 @@ class Route:
         return {name: self._shared[name] for name in names}
 
     def code(self, kernel: Any, kind: Hashable, make: Callable[[], tuple[Tile, dict[str, Any]]]) -> Code:
-        """Return a kernel's code of this kind. `make`, called once for each kind, returns its tile and constants."""
+        """Return the Code of `kernel` for `kind`, for example a number of rows of packed blocks.
+
+        `make` returns its tile and its further constants. It is called only for a kernel and kind that are new.
+        """
         code = self._codes.get((kernel, kind))
         if code is None:
             tile, constants = make()
@@ -92,7 +96,7 @@ def _route(
 
 
 def config_of(problem: Problem, hopper: bool) -> Config:
-    """Return the tiles of a problem, for the path for Hopper or for the general path."""
+    """Return the tiles of a problem; `hopper` says whether it uses the kernels for Hopper or the general ones."""
     return _config(launch_key(problem.spec, "triton"), hopper, problem.device, configuration.stand_in)
 
 

@@ -25,7 +25,7 @@ _ARRAYS = {"min": np.minimum, "max": np.maximum}
 _key_range = FunctionType(bounds.key_range.__code__, _ARRAYS)
 _query_range = FunctionType(bounds.query_range.__code__, _ARRAYS)
 
-# Number of launches whose lists are cached, and maximum number of sequences in a cached launch.
+# Number of launches whose lists are cached; the lists of launches with more than _FEW sequences are not cached.
 _KEPT, _FEW = 256, 64
 
 
@@ -64,7 +64,10 @@ class Cut(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The keys [lo, hi) that a sequence's queries see, and `end`, its number of keys, all rounded to `least_keys`."""
+    """The keys [lo, hi) that a sequence's queries see, and `end`, its number of keys, in whole steps of `least_keys`.
+
+    `lo` is rounded down, `hi` and `end` are rounded up.
+    """
 
     lo: Any
     hi: Any
@@ -74,10 +77,10 @@ class Band(NamedTuple):
 class ForwardList(NamedTuple):
     """The forward's programs with blocks of one kind.
 
-    `rows` is the size of packed blocks, 0 for blocks of one head. `items` (n, 5) int32: table row, first row of the
-    block, first and last key of the part, and the part's scratch slot (-1: the block has one part). `merges` (m, 4)
-    int32: table row, first row of the block, first slot, number of parts; the slots of a block are consecutive, and
-    `slots` is the number of all.
+    `rows` is the number of rows of packed blocks, 0 for blocks of one head. `items` (n, 5) int32: table row, first row
+    of the block, first key of the part and end of its keys, and the part's scratch slot (-1: the block has one part).
+    `merges` (m, 4) int32: table row, first row of the block, first slot, number of parts; the slots of a block are
+    consecutive. `slots` is the total number of slots.
     """
 
     rows: int
@@ -87,9 +90,10 @@ class ForwardList(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The backward's programs, (n, 2) int32: table row, and first row of the block.
+    """The backward's programs. Each array is (n, 2) int32: table row, and first row of the block.
 
-    `delta` and `keys` are blocks of one head; `queries` maps the rows of packed blocks, or 0, to the blocks of dQ.
+    `delta` has blocks of queries of one head, `keys` has blocks of keys of one key/value head. `queries` has the blocks
+    of dQ for each number of rows of packed blocks, and under 0 the blocks of one head.
     """
 
     delta: np.ndarray
@@ -98,7 +102,10 @@ class Gradients(NamedTuple):
 
 
 def forward_lists(shapes: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
-    """Return the forward's programs: one list for each size of packed blocks that is used, and one for other blocks."""
+    """Return the forward's programs: a list for each number of rows of packed blocks, and one for blocks of one head.
+
+    Empty lists are omitted.
+    """
     return _forward_lists(shapes, config) if len(shapes) <= _FEW else _made_lists(_in_steps(shapes, config), config)
 
 
@@ -117,9 +124,9 @@ def block_rows(shape: Shape, config: Config) -> np.ndarray:
 def cut(shape: Shape, band: Band, config: Config) -> Cut:
     """Return how the forward cuts each sequence.
 
-    Keys are split if one block holds all queries of a head, or blocks are packed, and more than `split_keys` keys are
-    visible. Parts have `split_keys` keys, or half, a quarter… of that, at least `least_keys`, so that the sequence has
-    at least `least_programs` programs. All steps are multiples of `least_keys`.
+    Keys are split if more than `split_keys` of them are visible, and queries are few (`_is_few`). Parts have
+    `split_keys` keys, or half, a quarter… of that, at least `least_keys`, so that the sequence has at least
+    `least_programs` programs. All parts begin at multiples of `least_keys`.
     """
     rows = block_rows(shape, config)
     blocks = _blocks(shape, rows, config.forward.block_m)
@@ -135,7 +142,7 @@ def cut(shape: Shape, band: Band, config: Config) -> Cut:
 
 
 def _is_few(q_rows: Any, config: Config) -> Any:
-    """Return whether the queries of a head are in one block, or in packed blocks, so that keys may be split."""
+    """Return whether the queries of a head fit in one block, or are in packed blocks: then keys may be split."""
     return q_rows <= max(config.few_queries, config.forward.block_m)
 
 
@@ -160,7 +167,10 @@ class _Kept(Generic[T]):
 
 
 def _in_steps(shapes: np.ndarray, config: Config) -> np.ndarray:
-    """Return all inputs of the forward's lists: bands, and shapes without lengths where keys may be split."""
+    """Return the inputs of `_made_lists`: for each sequence, the fields of `Shape` and of `Band`.
+
+    Where keys may be split, lengths and window are 0: the lists then depend only on the band, which changes in steps.
+    """
     shape, unit = Shape(*shapes.T), config.least_keys
     lo, hi = _key_range(0, shape.q_len - 1, shape.offset, shape.left, shape.right, shape.kv_len)
     seen = (hi > lo) & (shape.q_len > 0)
@@ -210,7 +220,7 @@ def _forward_list(shape: Shape, band: Band, each: Cut, rows: int, config: Config
 
 
 def _at(columns: Sequence[np.ndarray], row: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield each column, reduced to these rows."""
+    """Yield the elements with the indices `row` of each column."""
     return (column[row] for column in columns)
 
 
@@ -254,7 +264,7 @@ def _key_list(shape: Shape, tile: Tile) -> np.ndarray:
 def _visible(shape: Shape, start: np.ndarray, step: int, share: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the keys [lo, hi) that are visible to blocks of `step` rows with first row `start`.
 
-    `share` heads share a row's query.
+    `share` consecutive rows of a block are one query: 1, or in packed blocks the number of heads that share a key head.
     """
     first, last = start // share, np.minimum((start + step - 1) // share, shape.q_len - 1)
     lo, hi = _key_range(first, last, shape.offset, shape.left, shape.right, shape.kv_len)
@@ -279,8 +289,8 @@ def mask_parts(
 ) -> list[tuple[int, int, int, int, int, int, int, int]]:
     """Return the programs of a mask's gradient, with the columns of MASK_ITEM.
 
-    These are: first row, rows, first head, heads, m_lo, m_hi, n_lo, n_hi. `mask` is the shape (B, H, Sq, Sk) of the
-    mask before broadcasting: broadcast dimensions are 1.
+    These are: first table row, number of rows, first head, number of heads, and the queries [m_lo, m_hi) and keys
+    [n_lo, n_hi). `mask` is the shape (B, H, Sq, Sk) of the mask before broadcasting: broadcast dimensions are 1.
     """
 
     def spans(length: int, full: int, block: int) -> list[tuple[int, int]]:

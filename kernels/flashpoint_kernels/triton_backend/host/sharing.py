@@ -21,7 +21,7 @@ from flashpoint_kernels.triton_backend.kernels.cascade import ITEM
 
 
 class Cascade(NamedTuple):
-    """The forward's programs for one kind of blocks. Some programs read a part for several sequences.
+    """The forward's programs for one kind of blocks. Some programs read a part of keys for several sequences.
 
     `alone` is like `ForwardList.items`, without the parts that are shared. `items` (n, ITEM) int32 and `members`
     (n, MEMBER) int32: see `attention_cascade`.
@@ -82,12 +82,12 @@ def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarr
 def _groups(
     rows: np.ndarray, items: np.ndarray, tables: Sequence[np.ndarray | None], unit: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (indices of `items`, edges): group n, of items with the same pages, is indices[edges[n] : edges[n + 1]].
+    """Group items that read the same pages. Return (indices of `items`, edges).
 
-    Only neighbours among `rows` are compared. Groups have at least two items.
+    Group n is indices[edges[n] : edges[n + 1]], and has at least two items. Only neighbours among `rows` are compared.
     """
     starts = np.unique(items[:, 2])
-    at = np.full((len(rows), len(starts)), -1)  # index of the item of each sequence and part
+    at = np.full((len(rows), len(starts)), -1)  # index of each sequence's item for each part; -1: none
     order = np.argsort(rows)
     sequence = order[np.searchsorted(rows, items[:, 0], sorter=order)]
     at[sequence, np.searchsorted(starts, items[:, 2])] = np.arange(len(items))
@@ -98,7 +98,8 @@ def _groups(
         of_sequence[: len(table)] = table[:width]
     same = np.logical_and.reduceat(numbers[1:] == numbers[:-1], starts // unit, axis=1)
     stops = np.where(at >= 0, items[at, 3], -1)
-    joined = same & (stops[1:] == stops[:-1]) & (stops[1:] >= 0)  # equal to the previous sequence
+    # Whether each part has the same keys, in the same pages, as this part of the previous sequence.
+    joined = same & (stops[1:] == stops[:-1]) & (stops[1:] >= 0)
     begins = np.concatenate([np.ones((1, len(starts)), bool), ~joined])
     number = np.cumsum(begins.T.reshape(-1)).reshape(len(starts), -1).T - 1  # number the groups part by part
     sizes = np.bincount(number.reshape(-1))
@@ -108,7 +109,10 @@ def _groups(
 
 
 def _chunks(edges: np.ndarray, largest: int) -> np.ndarray:
-    """Return (n, 2): each work item's first member, and its number of members, at most `largest`, all of one group."""
+    """Cut each group of members, between two `edges`, into work items of at most `largest` members.
+
+    Return (n, 2): the first member of each work item, and its number of members.
+    """
     counts = np.diff(edges)
     pieces = -(-counts // largest)
     group, nth = np.repeat(np.arange(len(counts)), pieces), np.arange(pieces.sum())

@@ -24,13 +24,14 @@ _TENSORS = {"q": col.Q, "k": col.K, "v": col.V, "o": col.O, "do": col.DO, "dq": 
 _ROW_VECTORS = {"lse": col.LSE, "dlse": col.DLSE}
 _KEY_TENSORS = ("k", "v", "dk", "dv")
 _READ_BY_TILE = ("k", "v")
-_AXES = {"bhsd": (1, 2), "bshd": (2, 1), "thd": (2, 1)}  # axes of heads and rows, in tensors of four dimensions
+_AXES = {"bhsd": (1, 2), "bshd": (2, 1), "thd": (2, 1)}  # the axes of heads and of rows in a tensor of four dimensions
 _VECTORS = {"alibi_slopes": col.ALIBI, "sinks": col.SINKS, "dsinks": col.DSINKS}
 _MASKS = {"attn_mask": col.MASK, "dattn_mask": col.DMASK, "block_mask": col.BLOCKS}
 _SCALES = {"k_scale": col.K_SCALE, "v_scale": col.V_SCALE}
 _PAGE_STRIDES = {"k": col.K_PAGE, "v": col.V_PAGE}
 _VECTOR_BYTES = 16  # bytes of the widest load
-FARTHEST = 2**23  # maximum elements between two keys in the forward: offsets within a tile have 32 bits
+# The forward copies k or v if the stride between keys is at least this many elements: offsets in a tile have 32 bits.
+FARTHEST = 2**23
 
 
 SHAPE = slice(col.Q_LEN.value, col.GROUP.value + 1)  # the columns that form schedule.Shape, in its order
@@ -39,7 +40,7 @@ Numbers = int | np.ndarray  # a value for a single sequence, or an array with on
 
 
 class Table:
-    """One request's rows. `alive` holds the tensors whose addresses are in the rows.
+    """The table's rows for one request. `alive` keeps the tensors whose addresses are in the rows.
 
     `aligned`: every row of every head starts at a multiple of the widest load. `describable`: the tensors are aligned,
     and the copy engine (TMA) can load each of them. This requires positive strides of rows, and in tensors of queries
@@ -55,7 +56,7 @@ class Table:
         self._rows = rows
         self._moves = rows is not problem.rows[0] or rows.batch + rows.q_start + rows.kv_start > 0
         self._common = [0] * col.WIDTH.value
-        self._own: list[tuple[int, np.ndarray]] = []  # (column, the value that each sequence adds to it)
+        self._own: list[tuple[int, np.ndarray]] = []  # (column, the number to add to it for each sequence)
         given = {**problem.tensors, **problem.outputs, **extra}
         if "dsinks" not in extra:
             given.pop("dsinks", None)  # kernels sum it in scratch memory
@@ -100,7 +101,10 @@ class Table:
         self.alive.append(t)
 
     def _move(self, column: int, stride: int, numbers: Numbers) -> None:
-        """Add `numbers` strides, in bytes, to the addresses. `numbers` must not decrease from sequence to sequence."""
+        """Add `numbers` times `stride` bytes to the sequences' addresses in `column`.
+
+        An array `numbers` must not decrease: if its last element is 0, all are 0, and nothing is added.
+        """
         if stride and (isinstance(numbers, int) or numbers[-1]):
             self._add(column, numbers * stride)
 
@@ -127,7 +131,7 @@ class Table:
             self._move(column, 4 * t.stride(2), self._rows.kv_start)
 
     def _place_vector(self, name: str, t: Tensor) -> None:
-        """Write the address of a vector with one number per head."""
+        """Write the address of the vector `name`, which has one number per head."""
         t = _of_columns(self._problem.canonical(name, t).float())
         self._locate(t, _VECTORS[name].value)
         self._move(_VECTORS[name].value, 4 * t.stride(0) if t.ndim == 2 else 0, self._rows.index)
@@ -139,7 +143,7 @@ class Table:
         self._move(_MASKS[name].value, t.element_size() * batch, self._rows.batch)
 
     def _place_row_vector(self, name: str, t: Tensor) -> None:
-        """Write the address of a tensor with one number per row, and the stride between heads."""
+        """Write the address of lse or dlse, which have one number per row, and their stride between heads."""
         column = _ROW_VECTORS[name].value
         t = _of_columns(self._problem.canonical(name, t if t.dtype == torch.float32 else t.float()))
         batch, head, _ = t.stride()
@@ -148,7 +152,10 @@ class Table:
         self._move(column, 4, self._rows.q_start)
 
     def _place(self, name: str, t: Tensor) -> None:
-        """Write the address and strides of the rows of a tensor, without loops: this is most of a table's work."""
+        """Write the address and strides of the rows of a tensor.
+
+        Most of the time to make a table is spent here, so the code has no loops.
+        """
         spec, rows, common, column = self._problem.spec, self._rows, self._common, _TENSORS[name].value
         strides, shape = t.stride(), t.shape
         h, r = _AXES[spec.options.layout]
@@ -178,7 +185,7 @@ class Table:
 
 
 def _columns(rows: Sequence[Row]) -> Any:
-    """Return the only row; for several sequences return a Row whose fields are arrays."""
+    """Return the row of a single sequence; for several sequences return a Row whose fields are arrays."""
     if len(rows) == 1:
         return rows[0]
     return Row(*np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(Row._fields)).reshape(len(rows), -1).T)

@@ -76,7 +76,7 @@ def attention_delta(table, items, heads, value_dim, C: tl.constexpr):
 
 @triton.jit
 def softmax_gradient(p, dp, delta, slope, C: tl.constexpr):
-    """Return dS of the scaled scores before the cap, from P, dP and delta; `slope` is the derivative of the cap."""
+    """Return dS, of the scaled scores before softcap, from P, dP and delta; `slope` is the derivative of softcap."""
     ds = p * (dp - delta)
     if C.LEVEL >= 1:
         ds = ds * slope
