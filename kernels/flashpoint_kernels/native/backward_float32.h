@@ -1,4 +1,5 @@
-/* The products of the gradient in float32, for all types: queries and keys are converted block by block. */
+/* The matrix products of attention's backward pass in float32, for inputs of all types: queries and keys are converted
+   to float32 block by block. */
 
 #define UNIT 16    /* zeros fill dimensions up to a multiple of this */
 #define QUERIES 64 /* queries of a block: S and dP stay in the L1 cache */
@@ -54,7 +55,8 @@ INLINE void copy_columns(float *to, const float *rows, int64_t width, int64_t co
                            width * sizeof(float));
 }
 
-/* Copy the queries of a head, whose first row is `row`. */
+/* Copy `count` queries of one head, and their rows of dO, as float32 to the scratch memory's rows from `row` on. Set
+   their rows of dQ to 0. */
 INLINE void copy_queries(const struct call *call, struct scratch *own, const char *q, int64_t q_row, const char *dout,
                          int64_t dout_row, int64_t count, int64_t row) {
     copy_rows(own->q + row * own->dim, q, q_row, (enum type)call->type, call->dim, count, count);
@@ -62,7 +64,7 @@ INLINE void copy_queries(const struct call *call, struct scratch *own, const cha
     memset(own->dq + row * own->dim, 0, sizeof(float) * count * own->dim);
 }
 
-/* Copy the keys of a block, and set their gradients to 0. */
+/* Copy the keys and values of a block as float32, by rows and by columns. Set their gradients to 0. */
 INLINE void copy_keys(const struct call *call, struct scratch *own, const char *k, int64_t k_row, const char *v,
                       int64_t v_row, int64_t keys) {
     const int64_t whole = rounded(keys, 16);
@@ -131,8 +133,8 @@ NOINLINE void put_right(float *c, const float *a, const float *b, int64_t rows, 
         }
 }
 
-/* Add the contributions of one block of queries of a head and one block of keys to dQ, dK and dV. The queries start at
-   row `row` of the scratch memory. */
+/* Add to dQ, dK and dV what one block of queries of a head contributes together with one block of keys. The copies of
+   the queries start at row `row` of the scratch memory. */
 NOINLINE void step(const struct call *call, const struct part *part, struct scratch *own, enum range range, int64_t row,
                    int64_t head, int64_t first, int64_t count, const struct block *block) {
     const int64_t dim = own->dim, value_dim = own->value_dim, from = block->from, keys = block->to - block->from;

@@ -34,7 +34,7 @@ OTHERS = {"generic": ""}
 
 
 def checksum(folder: Path = HERE) -> int:
-    """Return the checksum of the C sources. `library` does not load a library that was compiled from other sources."""
+    """Return a checksum of the C sources. `native.library` loads no library that was compiled from other sources."""
     crc = 0
     for name in SOURCES:
         crc = zlib.crc32((folder / name).read_bytes(), crc)

@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike
 
 from flashpoint_kernels.native.build import HERE, LIBRARY
 
-LARGEST = 1 << 20  # maximum bytes of a call that is kept: each shape of tensors keeps that much memory
+LARGEST = 1 << 20  # maximum bytes of a `Replay`: callers cache one for each shape of tensors
 _TENSORS = 9  # maximum number of tensors of a replay, as in flashpoint_replay
-_ITSELF, _FIRST = 1, 2  # bases of addresses: the replay's own memory, and its first tensor
+_ITSELF, _FIRST = 1, 2  # values in `Table.bases`: address inside the replay's own memory; address inside tensor 0
 
 
 class _Replay(ctypes.Structure):
@@ -41,12 +41,12 @@ def _functions() -> tuple[Any, Any]:
 
 
 def share(compute: Any, calls: Sequence[ctypes.Structure]) -> None:
-    """Run calls of one function: the first in this thread, and each of the others in a thread of its own."""
+    """Call the C function `compute` for each of `calls`: the first in this thread, each other in a further thread."""
     prepared(compute, calls)()
 
 
 def prepared(compute: Any, calls: Sequence[ctypes.Structure], held: object = None) -> Callable[[], None]:
-    """Return a function that runs these calls like `share`, any number of times. The function keeps `held` alive."""
+    """Return a function that does what `share` does each time it is called, and that keeps `held` alive."""
     memory, size, count = (type(calls[0]) * len(calls))(*calls), ctypes.sizeof(calls[0]), len(calls)
     run = _functions()[0]
 
@@ -58,7 +58,7 @@ def prepared(compute: Any, calls: Sequence[ctypes.Structure], held: object = Non
 
 
 class Table:
-    """The integers of a replay: an array whose rows are C structures with members of 8 bytes."""
+    """C structures of one type for a `Replay`: each row is a structure, each column one of its members, of 8 bytes."""
 
     def __init__(self, numbers: ArrayLike, width: int) -> None:
         self.numbers = np.array(numbers, np.int64).reshape(-1, width)
@@ -66,22 +66,22 @@ class Table:
 
     @classmethod
     def of(cls, structures: Sequence[ctypes.Structure]) -> Table:
-        """Return the table of C structures of one type."""
+        """Return the table whose rows are `structures`, all of one type."""
         return cls(array("q", b"".join(map(bytes, structures))), ctypes.sizeof(structures[0]) // 8)
 
     def of_tensor(self, column: int, tensor: int, address: int) -> None:
-        """Mark a member as an address inside tensor number `tensor`, which is now at `address`."""
+        """Mark the column as addresses inside tensor number `tensor`, which is now at `address`."""
         self._relative(column, _FIRST + tensor, address)
 
     def of_itself(self, column: int, address: int) -> None:
-        """Mark a member as an address inside the replay's own memory, relative to `address`."""
+        """Mark the column as addresses inside the replay's own memory, whose start they call `address`."""
         self._relative(column, _ITSELF, address)
 
     def followed_by(self, column: int, parts: Sequence[array[int]]) -> int:
-        """Mark a member as the address of data in the replay's memory: in row n, of `parts[n]`.
+        """Set the column in row n to the address of `parts[n]`, in the replay's own memory.
 
-        The parts follow this table one after another. Return the end of the last part, in bytes from the beginning of
-        the table.
+        There the parts follow this table one after another. Return the end of the last part, in bytes from the
+        beginning of the table.
         """
         edges = [*accumulate((8 * len(part) for part in parts), initial=self.numbers.nbytes)]
         self.numbers[:, column] = edges[:-1]
@@ -94,10 +94,10 @@ class Table:
 
 
 class Replay:
-    """Calls of one function that can be repeated with other tensors of equal shapes and strides.
+    """Calls of the C function `compute` that can be repeated with other tensors of equal shapes and strides.
 
-    `calls` is the table of calls. `tables` are the data to which the calls point. In memory they follow the calls, in
-    this order.
+    `calls` is the table of the calls' arguments. `tables` are the data to which these arguments point; they follow
+    `calls` in the replay's memory, in this order.
     """
 
     __slots__ = ("_call", "_compute", "_replay", "bases", "count", "integers", "size")
@@ -113,7 +113,7 @@ class Replay:
         self._replay = _functions()[1], ctypes.addressof(self._call)
 
     def __call__(self, *addresses: int) -> None:
-        """Run the calls with the tensors at these addresses, in this thread and in one thread for each further call."""
+        """Run the calls on tensors at `addresses`: the first call in this thread, each other in a further thread."""
         replay, call = self._replay
         if replay(call, *addresses, *(0,) * (_TENSORS - len(addresses))):
             raise MemoryError

@@ -1,8 +1,9 @@
-/* The forward of attention on the CPU (FlashAttention, Dao et al. 2022, Algorithm 1).
+/* The forward pass of attention on the CPU (FlashAttention, Dao et al. 2022, Algorithm 1).
 
-   A task is some queries of one sequence. The queries of all heads that share a key/value head are rows of one matrix
-   (grouped-query attention, Ainslie et al. 2023). Keys are processed in blocks at fixed positions of the sequence. Each
-   CHUNK of keys starts a new softmax, and the chunks are merged in order, so that threads may share a sequence.
+   A task is some queries of one sequence, or of several sequences with a common prefix of keys. The queries of all
+   heads that share a key/value head are rows of one matrix (grouped-query attention, Ainslie et al. 2023). Keys are
+   processed in blocks at fixed positions of the sequence. Each CHUNK of keys starts a new softmax, and the chunks are
+   merged in order, so that threads may share a sequence.
 
    Positions determine the order of all sums: the bits of a row do not depend on other rows or their number, on the
    place of keys in memory, or on the distribution of chunks over threads. A key that a row does not see adds nothing or
@@ -175,8 +176,8 @@ int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
     return 0;
 }
 
-/* Merge the states of all chunks in order, and write o and lse. Earlier calls with `parts` have written the states.
-   Return 0, or 1 if memory is missing. */
+/* Merge the states of all chunks in order, and write o and lse. The states are in `task.parts`, where earlier calls of
+   flashpoint_forward wrote them. Return 0, or 1 if memory is missing. */
 int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
     const int64_t width = padded(call->value_dim), size = state_size(call);
     float *total = aligned_alloc(64, sizeof(float) * width);

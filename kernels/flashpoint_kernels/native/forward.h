@@ -81,7 +81,7 @@ INLINE struct cursor first_row(const struct task *task) {
     return (struct cursor){task->readers ? task->readers : &task->own, 0};
 }
 
-/* Return the address of the next row's query, for a head of the task. */
+/* Return the address of the next row's query, for key/value head `head` of the task, and advance the cursor. */
 INLINE const char *next_query(const struct call *call, struct cursor *cursor, int64_t head) {
     while (cursor->row == call->group * cursor->reader->queries) *cursor = (struct cursor){cursor->reader + 1, 0};
     const struct reader *reader = cursor->reader;
@@ -98,8 +98,8 @@ struct group {
     int64_t k_step, v_step;
 };
 
-/* A block of keys from `position` on; the keys [from, to), counted from `position`, exist. `copies` is memory for
-   copies of groups whose keys are in several spans. */
+/* A block of keys. `position` is the position in the sequence of its first key. Only its keys [from, to), counted from
+   `position`, exist. `copies` is memory for copies of groups whose keys are in several spans. */
 struct keys {
     int64_t position, from, to;
     struct group groups[MOST_GROUPS];
@@ -141,7 +141,8 @@ INLINE void locate_group(struct keys *keys, const struct call *call, const struc
     }
 }
 
-/* Find the addresses of one head's keys in the block of `block` keys that contains `position`, within [start, stop). */
+/* Find the addresses of one head's keys in the block of `block` keys that contains `position`; only keys of the task's
+   range [start, stop) exist. */
 INLINE void locate_block(struct keys *keys, const struct call *call, const struct task *task, int64_t head,
                          int64_t position, const int64_t block) {
     keys->position = position / block * block;
@@ -178,7 +179,8 @@ INLINE int all_seen(const struct task *task, const struct keys *keys) {
            task->high >= keys->position + keys->to;
 }
 
-/* Return one bit per group of the block: whether the row's block mask is true for the group. */
+/* Return one bit for each group of the block of keys: whether `row`, the query's row of the block mask, is true for the
+   group. */
 INLINE uint32_t groups_of(const struct call *call, const struct keys *keys, const char *row) {
     uint32_t groups = 0;
     for (int64_t at = keys->from / GROUP * GROUP; at < keys->to; at += GROUP)

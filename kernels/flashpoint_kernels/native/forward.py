@@ -20,13 +20,13 @@ from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, Byte
 from flashpoint_kernels.problems.dropout import drop_below
 
 TOGETHER = 256  # from this many sequences on, `shares_together` makes all tasks at once
-_LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 20  # minimum work of a thread: waking a thread takes about half as long
+_LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 20  # minimum work of a thread: takes about twice as long as waking one
 
 TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
 
 
 class Dropped(ctypes.Structure):
-    """`struct dropout` of options.h: the seed's low and high word, the largest dropped word, and whether it is on."""
+    """`struct dropout` of options.h: two words of the seed, the largest random word that drops a key, and on or off."""
 
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("low", "high", "last", "on"))
 
@@ -72,10 +72,10 @@ class _Call(ctypes.Structure):
 
 @dataclass(eq=False, slots=True)
 class Forward:
-    """Attention of several tiles of queries with `heads` key/value heads each, of `group` query heads.
+    """One forward computation: tiles of queries that have the same types, sizes and options.
 
-    A unit of work is one key/value head of a tile or of a shared prefix. `held` keeps the memory at the addresses
-    alive.
+    There are `heads` key/value heads; `group` query heads share each of them. A unit of work is one key/value head of
+    one element of `rows`. `held` keeps alive the memory whose addresses `rows` contains.
     """
 
     q_dtype: torch.dtype  # also o's
@@ -93,12 +93,12 @@ class Forward:
     mask_step: int = 0  # stride from key to key in bytes; 0 if all keys share one element
     keep: float = 1.0  # 1 - dropout_p
     dropped: Dropped = field(default_factory=Dropped)
-    first_head: int = 0  # the first of the request's query heads, for dropout
+    first_head: int = 0  # index in the request of the first query head; dropout depends on it
     held: object = None
     blocks: ByteSteps = NOWHERE
     block_size: tuple[int, int] = (1, 1)
     rows: list[Rows | SharedPrefix] = field(default_factory=list)
-    memory: list[object] = field(default_factory=list)  # memory of the states to which tasks point
+    memory: list[object] = field(default_factory=list)  # more memory to which tasks point, kept alive
 
     def add(self, rows: Rows) -> None:
         """Add the queries of one sequence."""
@@ -110,7 +110,10 @@ class Forward:
         self.memory.append(other.held)
 
     def share_prefixes(self, workers: int) -> None:
-        """Let sequences with the same first chunks of keys read these together, on about `workers` threads."""
+        """Combine sequences that begin with the same chunks of keys, so that each such chunk is read about once.
+
+        Form at least enough groups of sequences for `workers` threads, if there are enough sequences.
+        """
         alone = [row for row in self.rows if isinstance(row, Rows)]
         if len(alone) > 1 and not self.dropped.on:
             shared = [row for row in self.rows if isinstance(row, SharedPrefix)]
@@ -141,10 +144,10 @@ class Forward:
         self.call([self._whole(first, last)])()
 
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
-        """Cut the work into about equal tasks for `workers` threads: between units, or between chunks if units are few.
+        """Divide the work about equally among `workers` threads: by units, or by chunks of keys if there are few units.
 
-        Return the tasks of each thread; and for each unit that several threads share, its task for `merge` and the
-        memory for the states of its chunks.
+        Return the tasks of each thread; and for each unit that several threads share, its task for the C function
+        flashpoint_merge and the memory for the states of its chunks.
         """
         if workers < 2:
             return [self._whole(0, self.units)], []
@@ -212,9 +215,10 @@ class Forward:
     def call(
         self, shares: Sequence[Sequence[int]], merged: Sequence[tuple[list[int], torch.Tensor]] = ()
     ) -> Callable[[], None]:
-        """Return the call that computes each share in its own thread, and then merges the units that threads share.
+        """Return a function that computes each share on a different thread, and then merges the units in `merged`.
 
-        It may be called again while the tensors stay at their addresses.
+        The arguments are results of `shares`. The function may be called again while the tensors stay at their
+        addresses.
         """
         functions, memory = self._functions(), [array("q", tasks) for tasks in shares]
         compute = calls.prepared(functions.forward, [self._call(tasks) for tasks in memory], (self, memory))
@@ -230,9 +234,9 @@ class Forward:
         return compute_and_merge
 
     def replay(self, shares: Sequence[Sequence[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay | None:
-        """Return a call that repeats the shares with other q, k, v, o and lse; None if it is too large to be kept.
+        """Return a `Replay` of the shares for other q, k, v, o and lse; None if it would exceed `calls.LARGEST`.
 
-        `tensors` has the current addresses of these tensors. The call takes the new addresses in the order of
+        `tensors` has the current addresses of these tensors. The replay takes the new addresses in the order of
         `tensors`.
         """
         number = {name: place for place, name in enumerate(tensors)}
@@ -263,9 +267,9 @@ class Forward:
         return tasks
 
     def _part(self, row: Rows, head: int, first: int, last: int, states: torch.Tensor) -> list[int]:
-        """Return the task for the chunks [first, last) of a head.
+        """Return the task for the chunks [first, last) of a head's keys.
 
-        `states` is memory for the states of all its chunks.
+        `states` is memory for the states of all chunks of the head.
         """
         edge = row.start // CHUNK
         start, stop = max(row.start, (edge + first) * CHUNK), min(row.stop, (edge + last) * CHUNK)
@@ -273,7 +277,7 @@ class Forward:
 
     @property
     def _state_size(self) -> int:
-        """Return `state_size` of forward.c for this forward."""
+        """Return the number of floats in the softmax state of one row, as `state_size` in forward.c does."""
         return 2 + -(-self.value_dim // native.VECTOR) * native.VECTOR
 
     def _prefix(self, prefix: SharedPrefix, head: int, heads: int) -> list[int]:

@@ -1,9 +1,9 @@
-/* The forward by AMX, for bfloat16 queries, and keys of bfloat16 or of 8 bits, which are exact in bfloat16.
+/* The forward pass with AMX, for bfloat16 queries, and keys of bfloat16 or of 8 bits, which are exact in bfloat16.
 
    Scores are computed as S^T = K Q^T: tiles are loaded from rows of keys in memory, and the lanes of a vector are 16
    queries, so that their softmax needs no sums over lanes. With many rows, o is computed as o^T = V^T P^T. With at most
    16 rows it is computed as o = P V, which does not transpose the values. Both sum over keys in the same order, so the
-   bits are the same. Rows that fill the last tile are zeros. */
+   bits are the same. Rows of zeros fill up the last tile. */
 
 #include "tiles.h"
 
@@ -19,7 +19,7 @@
 #error "queries are the 16 lanes of a vector"
 #endif
 
-/* Two groups of keys or values, which are the rows of tiles with a constant stride in bytes. */
+/* Two groups of keys or values, loaded as rows of tiles. `step` is the stride from row to row in bytes. */
 struct rows_of_keys {
     const char *at[2];
     int64_t step;
@@ -102,8 +102,8 @@ INLINE void copy_row(char *to, const char *from, enum type type, int64_t dim, in
 INLINE int64_t step_of(const struct group *group, const int value) { return value ? group->v_step : group->k_step; }
 INLINE const char *row_of(const struct group *group, const int value) { return value ? group->v : group->k; }
 
-/* Find the rows of two groups. Use the rows in place if `copied` is 0, all rows exist, fill whole tiles and have one
-   stride; otherwise copy them. `value`: rows are values, not keys. */
+/* Return the rows of two groups, of values if `value`, else of keys. Use rows in place if `copied` is 0 and all of them
+   exist, are bfloat16, fill whole tiles and have one stride; otherwise copy them. */
 INLINE struct rows_of_keys find_rows(const struct call *call, struct scratch *own, const struct keys *keys, int64_t first,
                                      const int value, int copied) {
     const struct group *group = keys->groups + first / GROUP;
@@ -240,7 +240,7 @@ INLINE void multiply_keys(const struct scratch *own, float *s, int64_t tile, int
                    (struct right){own->q + tile * steps * TILE_BYTES, steps * TILE_BYTES, TILE_BYTES}, steps, 2, tiles, 0);
 }
 
-/* Add a strip's product of probabilities p and the values of a hull to o. */
+/* Add to o the product of a strip's probabilities p and the values of the steps in `hull`. */
 INLINE void add_values(const struct scratch *own, int64_t tile, struct hull hull, const int tiles) {
     const int64_t columns = own->value_dim / 16, steps = hull.high - hull.low;
     const char *values = own->values + hull.low * columns * TILE_BYTES;
@@ -288,7 +288,7 @@ INLINE void put_right_all(const struct scratch *own, float *s, int64_t tile, str
         }
 }
 
-/* Add the values that `take_out_infinite` removed, for the keys that a row sees. */
+/* Add to a row of o the values that `take_out_infinite` removed, weighted by p, for the keys that the row sees. */
 NOINLINE void add_infinite(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                            int64_t head, int64_t row, const char *p, const int tiles) {
     const int64_t tile = row / QUERIES, lane = row % QUERIES;
@@ -311,7 +311,7 @@ struct lanes {
     floats base, even, odd; /* `base` is subtracted from scores; `even` and `odd` are sums over even and odd keys */
 };
 
-/* Compute scores from the products of a tile of queries, query by query. `s` starts at the tile's first key. */
+/* Replace a tile of queries' products with keys by scores, query by query. `s` starts at the tile's first key. */
 NOINLINE void adjust_tile(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                           int64_t head, float *s, int64_t tile, struct hull hull, const int tiles) {
     const int64_t rows = call->group * task->own.queries;

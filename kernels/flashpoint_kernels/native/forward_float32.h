@@ -1,4 +1,4 @@
-/* The forward by float32 products, for all types: keys and values are converted block by block.
+/* The forward pass with float32 products, for inputs of all types: keys and values are converted block by block.
 
    For each block of keys, each STRIP of rows computes its scores, the online softmax and the weighted sum of values
    before the next strip, so that its probabilities stay in the L1 cache. */
@@ -210,7 +210,7 @@ INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, co
                          multiply_add(load_floats(own->o + at), splat(own->alpha[r]), load_floats(own->of_block + at)));
 }
 
-/* Correct the products of a row that overflowed: they are infinite or NaN although the query and the key are finite. */
+/* Correct a row's products that overflowed: they are infinite or NaN although the query and the key are finite. */
 NOINLINE void put_right(const struct scratch *own, const struct call *call, float *s, int64_t row, int64_t from,
                         int64_t to) {
     const float *q = own->q + row * padded(call->dim);
@@ -226,7 +226,7 @@ NOINLINE void put_right(const struct scratch *own, const struct call *call, floa
     }
 }
 
-/* Add the values that `take_out_infinite` removed, for the keys that a row sees. */
+/* Add to a row of o the values that `take_out_infinite` removed, weighted by p, for the keys that the row sees. */
 NOINLINE void add_infinite(const struct call *call, const struct task *task, const struct scratch *own,
                            const struct keys *keys, int64_t head, int64_t row, const float *p) {
     const int64_t width = padded(call->value_dim);
@@ -348,7 +348,7 @@ INLINE int hulls_of(const struct scratch *own, int64_t first, int64_t rows, stru
     return some;
 }
 
-/* Prefetch a share of the next block's keys and values into the L2 cache. */
+/* Prefetch part number `share` of the next block's keys and values, divided into `shares` parts, into the L2 cache. */
 INLINE void prefetch_share(const struct call *call, const struct keys *next, int64_t share, int64_t shares) {
     const int64_t size = size_of((enum type)call->k_type), count = next->to - next->from;
     for (int64_t j = next->from + count * share / shares; j < next->from + count * (share + 1) / shares; j++) {

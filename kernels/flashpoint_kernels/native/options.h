@@ -34,8 +34,8 @@ INLINE floats less_alibi(floats x, float slope, ints keys, int32_t query) {
     return multiply_add(splat(-slope), __builtin_convertvector(distance, floats), x);
 }
 
-/* Dropout by the contract's definition: key j of query i is kept if word j mod 4 of Philox4x32-10 (Salmon et al. 2011)
-   is above `last`. The key of Philox is the seed, and its counter is (j div 4, i, head, sequence). */
+/* Dropout as flashpoint_contract defines it: key j of query i is kept if word j mod 4 of Philox4x32-10 (Salmon et al.
+   2011) is above `last`. The key of Philox is the seed, and its counter is (j div 4, i, head, sequence). */
 struct dropout {
     uint32_t seed[2], last, on;
 };
@@ -44,7 +44,7 @@ typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 
 #define ROOM(keys) ((keys) + 4 + 2 * LANES) /* 32-bit words of memory that `draw` needs for `keys` keys */
 
-/* Return the products of the low halves of `a` and of b. */
+/* Return b times the low 32 bits of each element of `a`, as 64 bits. */
 INLINE longs product32(longs a, uint32_t b) {
 #if LANES == 16
     return (longs)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));

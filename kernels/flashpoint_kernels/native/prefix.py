@@ -1,6 +1,6 @@
 """Let sequences that begin with the same keys read these keys once, together.
 
-Forks of a cache, and sequences whose block tables name the same pages, have their first chunks at the same places in
+Forks of a KV cache, and sequences whose block tables name the same pages, have their first chunks at the same places in
 memory. One task reads such a chunk for the rows of all these sequences, as cascade attention does; then each sequence
 reads the rest of its keys alone. A row's softmax goes over the same chunks in the same order as without sharing, so its
 bits do not change.
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 class SharedPrefix:
     """Sequences whose first keys are the same; `tails` are the positions where their own keys begin.
 
-    In `runs`, a run of some rows comes after all runs of more rows that include these rows.
+    In `runs`, each run comes after all runs that include its rows and more rows.
     """
 
     rows: Sequence[Rows]
@@ -51,7 +51,7 @@ class SharedPrefix:
         return sum(row.pairs for row in self.rows)
 
     def reads(self) -> list[float]:
-        """Return each sequence's number of keys to read, where the sequences of a run share its keys equally."""
+        """Return the number of keys that each sequence reads; a run's keys are divided equally among its sequences."""
         reads = [float(row.stop - tail) for row, tail in zip(self.rows, self.tails, strict=True)]
         for run in self.runs:
             for n in range(run.first, run.last):
@@ -60,10 +60,10 @@ class SharedPrefix:
 
 
 def together(rows: Sequence[Rows], group: int, parts: int) -> Iterator[Rows | SharedPrefix]:
-    """Yield all rows; combine rows that share their first chunks in a `SharedPrefix`.
+    """Yield every element of `rows`, alone or combined with others that share its first chunks in a `SharedPrefix`.
 
-    A query has `group` rows. A prefix has at most TILE rows; its sequences are divided into at least `parts` prefixes,
-    if there are enough sequences.
+    Each query counts as `group` rows, one for each query head. Sequences that share their first chunk are divided into
+    prefixes of about TILE rows or fewer, and into at least `parts` prefixes if there are enough sequences.
     """
     tables: dict[tuple[int, int, bytes], list[tuple[bytes, Rows]]] = {}
     for row in rows:
@@ -83,7 +83,7 @@ def together(rows: Sequence[Rows], group: int, parts: int) -> Iterator[Rows | Sh
 
 
 def _shareable(row: Rows) -> bytes:
-    """Return the addresses of the first chunks whose keys all queries see; empty if these cannot be shared."""
+    """Return the spans of the first chunks, whose keys all queries see, as bytes; empty if these cannot be shared."""
     if row.mask or row.blocks or row.slopes or row.start % CHUNK or CHUNK % row.tokens or row.first % CHUNK:
         return b""
     stop = min(row.stop, row.high) // CHUNK * CHUNK
@@ -94,7 +94,7 @@ def _shareable(row: Rows) -> bytes:
 
 
 def _chunk_size(row: Rows) -> int:
-    """Return the bytes of a chunk's addresses."""
+    """Return the size in bytes of one chunk's spans, the addresses of its keys."""
     return CHUNK // row.tokens * SPAN
 
 

@@ -1,4 +1,4 @@
-"""Describe where queries, keys and values of a forward are in memory: addresses, and strides in bytes."""
+"""Describe where the queries, keys and values of a forward pass are in memory: addresses, and strides in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 CHUNK = 1024  # keys of one softmax, see forward.c
 UNBOUNDED = 1 << 60
 TILE = 384  # maximum rows of a tile: the queries of all query heads that share a key/value head
-_STEP = 96  # the rows of a tile are a multiple of this
+_STEP = 96  # sequences are cut into tiles after about a multiple of this number of rows
 SPAN = 64  # bytes of one span in `Spans.numbers`
 
 
@@ -58,8 +58,9 @@ class Rows(NamedTuple):
     """The queries of one sequence and their keys.
 
     `q`, `o`, `lse`, `slopes`, `sinks`, `mask` and `blocks` are addresses; 0 means absent.
-    Query i sees the keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key
-    has position `first`. `mask` and `blocks` (the block mask) are addresses for query 0 and key 0 of the sequence.
+    Query i sees the keys [i + low, i + high) among [start, stop). `spans` is the address of the sequence's first span
+    in a `Spans`, and `first` is the position of that span's first key. `mask` and `blocks` (the block mask) are
+    addresses for query 0 and key 0 of the sequence.
     """
 
     q: int
@@ -79,9 +80,10 @@ class Rows(NamedTuple):
     sinks: int = 0
     mask: int = 0
     blocks: int = 0
-    sequence: int = 0  # number of the sequence, and position of its first query, for dropout
-    query: int = 0
-    # The address of a state; and for queries of several sequences, the address of their `struct reader`s (forward.h)
+    sequence: int = 0  # number of the sequence, for dropout
+    query: int = 0  # position of the first query, for dropout and the block mask
+    # `state`: address of the softmax state of earlier keys, or 0. `readers`: address of `reader_count` `struct reader`
+    # (forward.h) if the queries are of several sequences, else 0.
     state: int = 0
     state_head: int = 0
     readers: int = 0
@@ -100,9 +102,10 @@ class Rows(NamedTuple):
         return max(1, -(-self.stop // CHUNK) - self.start // CHUNK)
 
     def tiles(self, group: int, mask_row: int) -> Iterator[Rows]:
-        """Yield the queries in tiles of at most TILE rows, each of which reads its keys once.
+        """Yield the queries in tiles, each of which reads its keys once, of at most TILE rows or of one query.
 
-        A query has `group` rows. `mask_row` is the stride of the mask from query to query in bytes.
+        A query has `group` rows, one for each query head that shares a key/value head. `mask_row` is the stride of the
+        mask from query to query in bytes.
         """
         count = -(-self.queries * group // TILE)
         if count < 2:

@@ -1,8 +1,8 @@
 /* Run calls of the kernels on several threads, and repeat calls with other tensors.
 
-   The first call that needs a thread makes it. The thread then waits for jobs: first it polls for a short time, because
-   waking a thread takes about as long as a small call, then it sleeps. A caller never waits for a thread that has not
-   begun its job: it computes that share itself. A forked child begins without threads. */
+   The first call that needs a thread creates it. The thread then waits for jobs: first it polls for a short time,
+   because waking a thread takes about as long as a small call, then it sleeps. A caller never waits for a thread that
+   has not begun its job: the caller does that job itself. A forked child begins without threads. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -153,18 +153,18 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
     return missing;
 }
 
-/* A call to repeat: its shares, one for each thread, and the data that they point to, as integers. `bases` has the type
-   of each integer: 0 for a plain value, 1 for an offset in bytes into the integers, 2 and above for an offset in bytes
-   from the address of a tensor. */
+/* Calls to repeat: one structure for each thread, and then the data to which these point, as integers. `bases` has the
+   type of each integer: 0 for a plain value, 1 for an offset in bytes into the integers, 2 and above for an offset in
+   bytes from the address of a tensor. */
 struct replay {
     function *compute;
-    int64_t size, count; /* bytes of a share, which come first, and their number */
+    int64_t size, count; /* bytes of one structure, and number of structures */
     int64_t length;
     const int64_t *integers;
     const unsigned char *bases;
 };
 
-/* Repeat a call with tensors at other addresses. Return 0, or 1 if memory is missing, like `flashpoint_share`. */
+/* Repeat calls with tensors at other addresses. Return 0, or 1 if memory is missing, like `flashpoint_share`. */
 int flashpoint_replay(const struct replay *replay, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e, int64_t f, int64_t g,
                       int64_t h, int64_t i) {
     int64_t *copy = malloc(sizeof *copy * replay->length);

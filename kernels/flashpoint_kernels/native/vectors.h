@@ -151,8 +151,8 @@ INLINE floats from_int8(const char *p) {
     memcpy(&x, p, sizeof x);
     return __builtin_convertvector(x, floats);
 }
-/* Move the exponent and the mantissa to their places in float32. A multiplication corrects the exponent, also for
-   subnormal numbers. Infinity and NaN get the largest exponent. */
+/* Convert float16: move the exponent and the mantissa to their places in float32. A multiplication corrects the
+   exponent, also for subnormal numbers. Infinity and NaN get the largest exponent. */
 INLINE floats from_float16(const char *p) {
     words x = from_shorts(p), magnitude = (x & 0x7fff) << 13;
     floats y = as_floats(magnitude) * splat(0x1p112f);
@@ -161,7 +161,7 @@ INLINE floats from_float16(const char *p) {
 }
 #endif
 
-/* Convert float8_e4m3fn in the same way. It has no infinities: the largest magnitude is NaN. */
+/* Convert float8_e4m3fn by the same method as float16. It has no infinities: the largest magnitude is NaN. */
 INLINE floats from_float8(const char *p) {
     words x = from_bytes(p), magnitude = (x & 0x7f) << 20;
     floats y = as_floats(magnitude) * splat(0x1p120f);
