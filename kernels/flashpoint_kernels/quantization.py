@@ -71,7 +71,7 @@ def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch
 def restored(values: Tensor, scale: Tensor) -> Tensor:
     """Return values * scale[..., None] in float32, for values from `quantize`: NaN only if a scale is not finite.
 
-    On the CPU with float8_e4m3fn it takes a tenth of the time of `scaled`, because torch converts these one by one.
+    On the CPU with float8_e4m3fn it takes a tenth of the time of `scaled`, for which torch converts numbers one by one.
     """
     if values.dtype == torch.float8_e4m3fn:
         # The sign, the 4 exponent bits and the 3 mantissa bits, moved to their places in a float16, give the number

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SdpaError(ProblemError, RuntimeError):
-    """An argument is not valid. It is also a RuntimeError, which torch raises for most of them."""
+    """An argument is not valid. Also a RuntimeError, because torch raises RuntimeError for most such arguments."""
 
 
 @raises_as(SdpaError, {"q": "query", "k": "key", "v": "value", "causal": "is_causal"})
@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
         q, k, v = (_in_one_batch(t, lead) for t in (q, k, v))
         if attn_mask is not None and attn_mask.ndim > 3:
             attn_mask = _in_one_batch(attn_mask, () if math.prod(attn_mask.shape[:-3]) == 1 else lead)
-    if not q.shape[-3]:  # without heads o is empty; these products give its shape and graph
+    if not q.shape[-3]:  # without heads o is empty; these products give its shape and autograd graph
         return q @ k.mT @ v
     o = attention(
         q, k, v, attn_mask=attn_mask, causal=bool(is_causal), causal_alignment=alignment, scale=scale,
@@ -102,7 +102,7 @@ def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
 
 
 def _alignment(bias: CausalBias, is_causal: bool, queries: int, keys: int) -> str:
-    """Return the `causal_alignment` that a bias means for these numbers of rows. Raises ProblemError."""
+    """Return the `causal_alignment` of a `CausalBias`. Raises ProblemError if it is not for this call."""
     if is_causal:
         raise ProblemError([("is_causal", "must be False with a CausalBias")])
     if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
@@ -112,7 +112,7 @@ def _alignment(bias: CausalBias, is_causal: bool, queries: int, keys: int) -> st
 
 
 def _with_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors with the heads that `attention` needs: k and v with equal heads, of which q's are a multiple."""
+    """Return q, k and v as `attention` needs them: k and v with an equal number of heads, which divides q's number."""
     heads, of_k, of_v = q.shape[-3], k.shape[-3], v.shape[-3]
     if heads == of_k == of_v:
         return q, k, v

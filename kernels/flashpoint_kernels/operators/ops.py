@@ -1,12 +1,12 @@
 """The library's two operators in torch's dispatcher: `flashpoint::attention` and `flashpoint::attention_backward`.
 
-`torch.compile` and `torch.export` see one node for each, with output shapes that are known without running it (the fake
-kernels). Autograd knows the gradient of the first, which is the second. Users call functional.py, which checks
-arguments that the dispatcher would coerce.
+`torch.compile` and `torch.export` see one node for each operator, whose output shapes they know without running it
+(the fake kernels). For autograd, the second operator is registered as the gradient of the first. Users call
+functional.py, which checks arguments that the dispatcher would coerce.
 
 The dispatcher takes longer than the kernel of a short call. So a call does not use it unless something observes the
-call: torch.compile, a transform such as vmap, a profiler or a dispatch mode. `_Attention` is then the operator's
-autograd function.
+call: torch.compile, a transform such as vmap, a profiler or a dispatch mode. Without the dispatcher, `_Attention` is
+the autograd function of `flashpoint::attention`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    """Return the gradients for the operator's arguments; use the dispatcher only where it makes a difference."""
+    """Return the gradients for the operator's arguments; use the dispatcher only if a tracer or autograd needs it."""
     tensors = arguments[:-2]
     direct = _is_direct(tensors) and not _differentiates(tensors)
     call = _attention_backward if direct else torch.ops.flashpoint.attention_backward.default
@@ -92,7 +92,11 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _is_direct(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether a call needs no dispatcher: no tracer, transform, profiler or mode is active."""
+    """Return whether a call needs no dispatcher.
+
+    That is, no tracer, transform, profiler or dispatch mode is active, and the tensors are plain: no subclass of
+    `Tensor`, and not on the meta device.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
@@ -108,7 +112,7 @@ def _differentiates(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _text(options: Options) -> str:
-    """Return `literal` from a cache; without the cache under torch.compile, which would warn about it."""
+    """Return `literal(options)`, from a cache except under torch.compile, which would warn about the cache."""
     return literal(options) if torch.compiler.is_compiling() else _remembered(options)
 
 
@@ -135,7 +139,7 @@ def _seed(options: Options) -> Tensor | None:
 
 @lru_cache(1024)
 def _options_of(text: str, grads: tuple[str, ...] | None, seeded: bool) -> Options:
-    """Return the options without the seed, which differs from call to call; a given seed becomes 0."""
+    """Return the `Options` of an operator's arguments. If a seed is given, it is 0 here: the cache then ignores it."""
     given = ast.literal_eval(text) | ({"dropout_seed": 0} if seeded else {})
     return Options(**given, return_lse=True) if grads is None else Options(**given, grads=grads)
 

@@ -1,9 +1,9 @@
 """The fast path for plain calls: only q, k and v, on the CPU, answered by one call of the kernels in C.
 
-For short sequences, a problem, its views and torch's dispatcher take several times as long as the kernel. So everything
-that follows from shapes, dtypes and options is computed once and cached (`Route`). Answers, bits and gradients are
-equal to those of the general path (ops.py), which handles all other calls: those under torch.compile, a transform such
-as vmap or a dispatch mode, and those for which `_route` returns None.
+For short sequences, the creation of a `Problem` and torch's dispatcher take several times as long as the kernel. So
+everything that follows from shapes, dtypes and options is computed once and cached (`Route`). Results and gradients
+have the same bits as on the general path (ops.py), which handles all other calls: those under torch.compile, a
+transform such as vmap or a dispatch mode, and those for which `_route` returns None.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ORDINARY = (Tensor, torch.nn.Parameter)  # subclasses are excluded, because the
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
-_REPLAYS = 16  # maximum number of kept calls of a route, for different strides and numbers of threads
+_REPLAYS = 16  # maximum number of cached `Replay`s of a route, for different strides and numbers of threads
 
 
 @dataclass(eq=False, slots=True)
@@ -43,11 +43,11 @@ class Route:
     """How to compute a plain call with given shapes, dtypes and options."""
 
     options: Options
-    turned: bool  # layout bshd: heads and rows are transposed
+    turned: bool  # layout bshd: the axes of rows and heads are swapped before the kernel runs
     forward_spec: Spec
     backward_spec: Spec
     row: Row
-    # (number of threads, strides of each tensor): (library, call)
+    # Key: number of threads, strides of each tensor. Value: the replay, after the library that it calls.
     _replays: dict[tuple[object, ...], tuple[native.Library, Replay]] = field(default_factory=dict)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Route:
         return [laid_like(gradient, t) for gradient, t in zip(gradients, (q, k, v), strict=True)]
 
     def _compute(self, first: Callable[..., Replay | None], *tensors: Tensor) -> None:
-        """Repeat a kept call for tensors with these strides; else compute by `first`, and keep the call it returns."""
+        """Run the `Replay` cached for these strides; if there is none, run `first` and cache its `Replay`."""
         threads, library = torch.get_num_threads(), native.library()
         key = (threads, *[t.stride() for t in tensors])
         kept = self._replays.get(key)
@@ -128,14 +128,17 @@ def _route(options: Options, *found: Any) -> Route | None:
 
 
 def _gradient(spec: Spec) -> Spec:
-    """Return the gradient problem of a plain forward."""
+    """Return the `Spec` of the gradient of a plain forward pass."""
     o, lse = TensorInfo(spec.dtype, spec.shape_of("o")), TensorInfo("float32", spec.lse_shape)
     infos = {"q": spec.tensors["q"], "k": spec.tensors["k"], "v": spec.tensors["v"], "do": o, "o": o, "lse": lse}
     return plan(infos, spec.options, "backward")
 
 
 class _Plain(torch.autograd.Function):
-    """The autograd function of a plain call. If a backward goes through lse, or is traced, it uses ops.py."""
+    """The autograd function of a plain call.
+
+    Its backward pass uses ops.py if o has no gradient or lse has one, under forward-mode AD, and with `create_graph`.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,8 @@ from flashpoint_contract.options import ProblemError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# The types of devices that have autocast. torch.compile of torch 2.11 cannot trace `is_autocast_available`.
+# The types of devices that have autocast: found here, because torch.compile cannot trace `is_autocast_available` in
+# torch 2.11.
 _AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 _BATCHED = ("FuncTorchBatched", "Batched")  # wrappers of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
 
@@ -54,7 +55,7 @@ def _casts(t: object, kind: str) -> bool:
 
 
 def refuse_transforms(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Raise RuntimeError for tensors of a transform that would lose a derivative, ProblemError for NestedTensors."""
+    """Raise RuntimeError if torch.func or forward-mode AD differentiates a tensor, ProblemError for a NestedTensor."""
     if torch.compiler.is_compiling():
         return
     functorch, level, unpack = torch._C._functorch, forward_ad._current_level, _unpack
@@ -77,7 +78,7 @@ def refuse_transforms(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
 
 
 def refuse_batched_gradients(*grads: Tensor | None) -> None:
-    """Raise RuntimeError if `torch.vmap` or `is_grads_batched` maps a backward."""
+    """Raise RuntimeError if `torch.vmap` or `is_grads_batched` runs a backward pass for a batch of gradients."""
     if torch.compiler.is_compiling():
         return
     for t in grads:

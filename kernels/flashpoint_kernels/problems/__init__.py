@@ -1,1 +1,1 @@
-"""Describe problems in normal form, with rules that all backends share: bounds, masks, pages, dropout, cost."""
+"""Describe attention problems in one form for all backends, with the rules for bounds, masks, pages, dropout, cost."""

@@ -25,8 +25,8 @@ TILE = 64  # keys or queries: tiles at a window's edge are computed completely
 class Rates(NamedTuple):
     """The seconds that one CPU thread or one GPU needs for each unit of work on one backend.
 
-    `options` are seconds for each score, by name; `types` are seconds for each FLOP by the data type of q, where they
-    differ from `flop`.
+    `options` has, by name of an option or tensor, the seconds that it adds to each score. `types` has the seconds for
+    each FLOP by the data type of q, for data types whose seconds differ from `flop`.
     """
 
     call: float
@@ -38,8 +38,8 @@ class Rates(NamedTuple):
     types: Mapping[str, float] = {}
 
 
-# Measured with one thread on an AMD EPYC with two cores. Parts are cut by these rates on all machines, so that parts
-# are the same everywhere.
+# Measured with one thread on an AMD EPYC with two cores. All machines cut a problem into parts by these rates, so that
+# the parts are the same on all machines.
 NOMINAL: dict[str, Rates] = {
     "torch": Rates(5e-5, 1e-6, 5e-12, 1e-9,
                    {"softcap": 4e-10, "dropout": 8e-10, "bool_mask": 6e-10, "float_mask": 6e-10, "alibi_slopes": 5e-10},
@@ -53,9 +53,10 @@ NOMINAL: dict[str, Rates] = {
 
 
 class Extent(NamedTuple):
-    """The size of a problem: its sequences, the number of different length pairs, its (query, key) pairs, and its keys.
+    """The size of a problem: how many sequences, different lengths, (query, key) pairs and keys it has.
 
-    For a `Spec.causal_square`, `pairs` is twice the number of computed pairs.
+    `lengths` counts the different combinations of a sequence's number of queries, number of keys and offset. For a
+    `Spec.causal_square`, `pairs` is twice the number of computed pairs.
     """
 
     sequences: int
@@ -125,7 +126,7 @@ def pairs_of(spec: Spec, q: int, k: int, offset: int | None = None) -> int:
 
 
 def _counted(spec: Spec) -> int:
-    """Return the factor of each visible pair: 2 if `Extent` assumes that half of all pairs are computed, else 1."""
+    """Return how many times `Extent.pairs` counts a visible pair: 2 for a `Spec.causal_square`, else 1."""
     return 2 if spec.causal_square else 1
 
 

@@ -78,7 +78,7 @@ def _each(sequences: Sequence[int], heads: range) -> int:
 
 
 _SIGNS = -0x7FFFFFFF80000000  # the highest bit of each half
-_WORDS = 8  # int64 tensors: four words of a counter, two products of a round, and two for the mask
+_WORDS = 8  # number of int64 tensors in a room: four words of a counter, two products of a round, two for the mask
 
 
 class _Memory:

@@ -1,4 +1,4 @@
-"""One request in normal form: its spec, its table of sequences, and canonical views of its tensors.
+"""One attention problem in the form that all backends read: spec, table of sequences, canonical views of tensors.
 
 Every backend takes a list of `Problem`s and writes into their outputs. Canonical views have the same shapes for all
 layouts and ranks of the user's tensors (N is B, or 1 in the ragged layout):
@@ -62,7 +62,7 @@ def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
 
 @dataclass(eq=False)
 class Problem:
-    """One request of a backend, as the module describes it. Make it by `Problem.create`.
+    """One attention problem for a backend (see the module's docstring). `Problem.create` creates it.
 
     Args:
         spec: The shapes, the dtype, the options, the direction.
@@ -88,9 +88,9 @@ class Problem:
     first_head: int = 0
     threads: int = 0
     pages: np.ndarray | None = None
-    # Prepared calls of a backend, for the memory of these tensors. An engine may write other values into the same
-    # memory and run the problem again; the backend then need not make the views of a small call again. A problem that
-    # `replace` returns has a new, empty list.
+    # Functions with which a backend computes this problem again in the same memory. An engine may write other values
+    # into that memory and run the problem again; the backend then need not make the views of a small call again. A
+    # problem that `replace` returns has a new, empty list.
     calls: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     @classmethod
@@ -229,7 +229,7 @@ class Problem:
     def _read(self, name: str, view: Tensor, rows: Sequence[Row], read: _Read) -> Tensor:
         """Return the part of an input for `rows`, which have equal lengths.
 
-        `read` copies or views tensors that consist of rows.
+        `read` is used for tensors that consist of rows: it is `sequences.viewed` or `sequences.gathered`.
         """
         if TENSORS[name].scale_of and not self.spec.per_row(name):
             if view.shape[0] == 1:
@@ -297,9 +297,9 @@ class Problem:
         return replace(self, spec=part_spec, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
 
     def with_columns(self) -> Problem:
-        """Return the problem with a column of zeros for each dimension of 0. It has the same answers.
+        """Return an equivalent problem in which each head dimension of 0 (D or Dv) is one column of zeros.
 
-        Answers without columns get memory of their own; the others are those of this problem.
+        Outputs without columns get new memory of this width; the other outputs are those of this problem.
         """
         spec = self.spec
         dims = {"D": max(1, spec.head_dim), "Dv": max(1, spec.value_dim)}
@@ -323,7 +323,7 @@ class Problem:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether the sequences may not write all rows of the outputs."""
+        """Whether there may be rows of the outputs that no sequence writes, such as padding."""
         return not all(0 < row.q_len == row.q_rows and 0 < row.kv_len == row.kv_rows for row in self.rows)
 
     def clear_outputs(self) -> None:
@@ -393,7 +393,10 @@ def check_scales(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """Return an input moved to the problem's device; an index tensor may be on any device. Raises ProblemError."""
+    """Return an input on the problem's device; an index tensor may stay on any device.
+
+    Page numbers and scalar scales are moved to the device. Other tensors that are not on it raise ProblemError.
+    """
     if t.device == device or name in INDEX_TENSORS:
         return t
     if name == "block_table" or (name in SCALES and t.ndim == 0):
@@ -402,7 +405,10 @@ def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
 
 
 def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
-    """Return the forwards of gradient problems without `o` and `lse`, and the problems with the forwards' outputs."""
+    """Return forward problems for the gradient problems without `lse`, and all gradient problems.
+
+    Among the latter, those without `lse` have the outputs of their forward problem as their inputs `o` and `lse`.
+    """
     forwards = {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
     whole = [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
     return list(forwards.values()), whole

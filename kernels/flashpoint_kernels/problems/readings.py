@@ -23,7 +23,7 @@ class _Reading(NamedTuple):
 
 
 class Readings:
-    """The last read values of at most `limit` tensors. Threads may share it: an entry is replaced, never changed."""
+    """A cache of the values of at most `limit` tensors. Threads may share it: an entry is replaced, never changed."""
 
     def __init__(self, limit: int = 1024) -> None:
         self._most = limit
@@ -37,7 +37,7 @@ class Readings:
         return self.kept(t)
 
     def kept(self, t: Tensor) -> Sequence[int]:
-        """Return the values of a tensor that has a version; read them unless this version was read before."""
+        """Return the values of a tensor with a version counter; read them unless this version is in the cache."""
         key, version = id(t), (t._version, t.data_ptr(), t.shape, t.stride())
         reading = self._kept.get(key)
         if reading is not None and reading.version == version and reading.of() is t:

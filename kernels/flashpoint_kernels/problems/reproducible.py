@@ -1,9 +1,9 @@
 """Make the bits of a CPU answer depend only on its own sequence: fix the number of threads and the alignment.
 
 BLAS splits its sums by the number of threads, and selects its code by alignment. So the same rows could have other bits
-next to other rows, or at another address. A request is cut by heads into parts that the cores compute in parallel
-(`split`, `spread`), each on one thread if there are enough parts. This is also the fastest way: on 2 cores at
-(1,8,1024,64), parts of one thread each reach 64 requests a second, and OpenMP's two threads reach 58.
+next to other rows, or at another address. A request is cut by sequences and heads into parts that the cores compute in
+parallel (`split`, `spread`), each on one thread if there are enough parts. This is also the fastest method: on 2 cores
+at (1,8,1024,64), parts of one thread each reach 64 requests a second, and OpenMP's two threads reach 58.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flashpoint_contract.spec import Row
 from flashpoint_kernels.problems.cost import NOMINAL, Rates, row_seconds
 from flashpoint_kernels.problems.problem import Problem, shared_by_heads
 
-# Measured on 2 CPU cores with 8 heads, D 64 and one call a millisecond, with sleeping waits as in the server: a second
-# thread makes a call of 18 MiFLOP 1/3 slower, one of 32 or 50 MiFLOP 1/5 slower, one of 72 MiFLOP 1/10 faster, and one
-# of 128 MiFLOP 2/5 faster.
+# Measured on 2 CPU cores with 8 heads, D 64 and one call a millisecond, with OMP_WAIT_POLICY=passive as in the server:
+# a second thread makes a call of 18 MiFLOP 1/3 slower, one of 32 or 50 MiFLOP 1/5 slower, one of 72 MiFLOP 1/10 faster,
+# and one of 128 MiFLOP 2/5 faster.
 FLOPS_PER_THREAD = 1 << 25
 
 # The predicted seconds of a part, by `cost.NOMINAL`. Views and calls of torch take a tenth of this time. With parts of
@@ -33,7 +33,7 @@ FLOPS_PER_THREAD = 1 << 25
 # work).
 PART_SECONDS = 3e-3
 
-_TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which the call may copy
+_TOGETHER = 1 << 20  # maximum elements of each of q, k, v and o in one call: 4 MiB in float32, which it may copy
 
 
 def _cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -94,7 +94,7 @@ def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
 
 
 def _part_seconds(problem: Problem) -> float:
-    """Return the seconds that a part should take, which are more with a block mask.
+    """Return the seconds that a part should take: PART_SECONDS, or four times as many with a block mask.
 
     With a block mask operators are shorter, and threads lose more time with Python's lock. On 2 cores of an Intel Xeon
     at (1,8,2048,64) with 1/16 of the blocks, a forward took 16 ms in one part, 19 in two and 25 in five.
@@ -131,7 +131,7 @@ def can_be_cut(problem: Problem) -> bool:
 def sharing(problem: Problem, row: Row) -> int:
     """Return how many sequences with the lengths of `row` may share an operator call without a change of their bits.
 
-    This needs sequences that run on one thread alone; the call then also uses one thread.
+    This is more than 1 only if one such sequence runs on one thread; the shared call then also uses one thread.
     """
     spec = problem.spec
     if thread_count(problem, row) > 1:
@@ -188,7 +188,7 @@ def thread_count(problem: Problem, row: Row) -> int:
 
 
 def threads(problem: Problem, row: Row) -> exactly:
-    """Return a context with the threads for `problem`, whose longest sequence is `row`."""
+    """Return a context manager that sets torch's number of threads for `problem`, whose longest sequence is `row`."""
     return exactly(0 if problem.device.type != "cpu" else thread_count(problem, row))
 
 

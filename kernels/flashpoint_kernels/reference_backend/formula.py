@@ -1,9 +1,9 @@
 """Attention exactly as its formula says, materialised: the reference for all other backends.
 
 The function `attend` is plain torch; torch's autograd computes its gradients. In float64 it is the reference; in the
-inputs' dtype it is the baseline of the test rules ("torch same-dtype math"). It shares no code with `tiled`, and
-supports every option, any head dimension and float64. Rows of the softmax are independent, so a long sequence is
-computed in blocks of queries: `CHUNK` scores are in memory, not Sq·Sk for every head.
+inputs' dtype it gives the error of torch's own arithmetic, from which tests derive bounds. It shares no code with
+`tiled`, and supports every option, any head dimension and float64. Rows of the softmax are independent, so a long
+sequence is computed in blocks of queries: `CHUNK` scores are in memory, not Sq·Sk for every head.
 
 Gradients are computed from q, k and v only: `o` and `lse` from the caller are not used.
 """
@@ -39,7 +39,7 @@ def backward(problems: Sequence[Problem]) -> None:
 def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
     """Write `problem.outputs` (`o` and `lse`, if present), computed in `dtype`.
 
-    `block` is called before each of the problem's `blocks`. If it raises, the computation ends.
+    `block` is called before each block of queries, `blocks(problem)` times. If it raises, the computation ends.
     """
     problem.clear_outputs()
     for row, x in problem.sequences():

@@ -8,8 +8,8 @@
     {"type": "row", "row": {…}}                                        something was timed; keys as `timing.ROW_FIELDS`
     {"type": "verdict", "name": …, "source": …, "claim": …, "measured": …, "verdict": …, "how": …, "seconds": …}
 
-A verdict is PASS, FAIL, or names what is missing here, for example "needs a GPU". If other programs disturbed the rows
-of a claim, it is neither, but "needs a quiet machine".
+A verdict is PASS, FAIL, or names what this machine lacks, for example "needs a GPU". If other programs disturbed the
+timings of a claim, the verdict is "needs a quiet machine".
 """
 
 NAMES = (

@@ -1,4 +1,4 @@
-"""Measurements that several claims share: cases that are timed once, and the project's programs as child processes."""
+"""Measurements for several claims: time each case once, and run the project's programs as child processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Event = dict[str, Any]
 Row = dict[str, Any]
 _TIMING = Timing(max_seconds=0.5, min_repeats=2, warmup_ms=20)
 ROUNDS = 5  # rounds in which two cases are timed alternately
-_AGAIN = 2  # number of further measurements of a row with `marks`
+_AGAIN = 2  # maximum number of repetitions of a measurement that `marks` calls unreliable
 QUIET = "needs a quiet machine"  # the verdict of a claim whose figures other programs have disturbed
 
 
@@ -39,7 +39,7 @@ Running = Generator[Event, None, Found]
 
 
 class MissingError(Exception):
-    """Something that a claim needs is missing here. The message is the verdict: "needs a GPU"."""
+    """This machine lacks something that a claim needs. The message becomes the verdict, for example "needs a GPU"."""
 
 
 @dataclass
@@ -55,12 +55,15 @@ class Bench:
         return self.device.startswith("cuda")
 
     def needs_gpu(self) -> None:
-        """Raise MissingError if this machine has no GPU."""
+        """Raise MissingError if the device is not a GPU."""
         if not self.on_gpu:
             raise MissingError("needs a GPU")
 
     def timed(self, cases: Iterable[Case]) -> Generator[Event, None, list[Row]]:
-        """Time each case once; time naive attention first, because speed-ups of other cases are relative to it."""
+        """Yield events while timing the cases that have no row yet, and return the rows of all cases.
+
+        Naive attention is timed first, because the speed-ups of other cases are relative to it.
+        """
         cases = list(cases)
         for case in sorted(cases, key=lambda case: case.backend != "naive"):
             if case in self.rows:
@@ -81,7 +84,7 @@ class Bench:
     def in_turn(self, one: Case, other: Case) -> Generator[Event, None, float]:
         """Return the speed of `other` relative to `one`: the median of the ratios in rounds that time both cases.
 
-        Rounds in which other programs ran are ignored, unless these are most rounds.
+        Rounds in which other programs ran are ignored, unless these are the majority.
         """
         every, quiet = list[float](), list[float]()
         for number in range(ROUNDS):
@@ -97,7 +100,7 @@ class Bench:
 
 
 def marks(row: Row) -> list[str]:
-    """Return why a row's time is unreliable: disturbed by other programs, times that differ, or impossible memory."""
+    """Return why a row is unreliable: other programs ran, its times vary much, or its peak memory is impossibly low."""
     marks = {
         "busy": row["busy"],
         "noisy": is_noisy(row["ms"], row["ms_p20"], row["ms_p80"]),

@@ -1,7 +1,7 @@
 """Compare our backends with PyTorch, and both with float64, at N 512, D 32 in float32.
 
-A separate process (`python -m flashpoint_kernels.reproduction.errors DEVICE`) prints them as JSON: without a GPU the
-Triton kernels need Triton's interpreter, which must be selected before Triton is imported.
+A separate process (`python -m flashpoint_kernels.reproduction.errors DEVICE`) prints the differences as JSON: without a
+GPU the Triton kernels need Triton's interpreter, which must be selected before Triton is imported.
 """
 
 from __future__ import annotations

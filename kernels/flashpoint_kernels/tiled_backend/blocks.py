@@ -32,7 +32,7 @@ from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers,
 INF = float("inf")
 _WAVE = 1 << 20  # maximum scores in a wave
 _OF_HEAD = 1 << 18  # maximum scores of one head in a wave
-_LEAST = torch.finfo(torch.float32).min  # replaces the −∞ of a row that has seen no key
+_LEAST = torch.finfo(torch.float32).min  # replaces −∞ as the largest score of a row that has seen no key
 
 
 def forward(problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> None:
@@ -120,7 +120,7 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             if slope is not None:
                 ds.mul_(slope)
             _add_each(dq, at, product(ds, k[:u]))
-            add_product(own_dk[:u], ds.mT, q)  # q contains the scale
+            add_product(own_dk[:u], ds.mT, q)  # q is already multiplied by the scale
         dk.index_copy_(0, places, own_dk)
         dv.index_copy_(0, places, own_dv)
     if "dq" in out:
@@ -195,10 +195,10 @@ class Strips:
         return self.problem.spec.options.dropout_p
 
     def groups(self, seen: Flags) -> Iterator[Group]:
-        """Return the groups of strips, of queries or of keys."""
+        """Return the groups of strips of `seen`, whose axis 1 has strips of queries or strips of keys."""
         cell = math.prod(self.cells.size)
         each = max(1, min(_OF_HEAD // cell, seen.shape[1]))
-        # another number of strips could change the order of BLAS' sums
+        # with several threads, the order of BLAS' sums could depend on the number of strips
         several = self.q.is_cuda or torch.get_num_threads() == 1
         return groups(seen, each, max(1, _WAVE // cell // each) if several else 1)
 
@@ -267,7 +267,7 @@ class Strips:
         return strip // of_queries, slice(i0, min(i0 + m, row.q_len)), slice(j0, min(j0 + n, row.kv_len))
 
     def _hide(self, s: Tensor, strip: int, key: int) -> None:
-        """Add the mask to a cell's scores (m, n), and hide the invisible ones."""
+        """Add the mask to a cell's scores (m, n), and set the scores of invisible keys to −∞."""
         head, i, j = self._place(strip, key)
         inside = s[: i.stop - i.start, : j.stop - j.start]
         if self.mask is not None:
@@ -310,7 +310,7 @@ class Strips:
 
 
 def _in_cells(t: Tensor, size: int, filling: float = 0.0) -> Tensor:
-    """Return (…, S, X) as (…·strips, size, X), with `filling` in the rows after the last."""
+    """Return (…, S, X) as (…·strips, size, X); rows beyond S, at the end of the last strip, are `filling`."""
     missing = -t.shape[-2] % size
     whole = pad(t, (0, 0, 0, missing), value=filling) if missing else t
     return whole.reshape(-1, size, t.shape[-1])
