@@ -57,8 +57,8 @@ def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keyword
 
     The shapes, dtypes, options and answers are the same. Dropout and block masks are refused, because they count
     positions in the whole sequence. If q is float16 or bfloat16, each part's o is rounded to that dtype, and the merged
-    o again: send float32 to round only once. float64 is merged with lse in float32, and its keys are cut only if
-    `parts` says so.
+    o again: send float32 to round only once. For float64, keys are cut only if `parts` requests it: the merge uses each
+    part's lse, which is float32.
 
     Args:
         clients: Clients of the servers, one or more. The first client's own timeout is the default for the whole call.
@@ -108,9 +108,9 @@ async def async_attention_grad(
 def cache(clients: Sequence[Client], **shape: Unpack[SpreadSizes]) -> ShardedCache:
     """Make a KV cache of one sequence, whose tokens are spread over the servers of all `clients`.
 
-    Tokens [p·span, (p + 1)·span) are on server p modulo the number of servers, in a cache of its own that is made when
-    the first of them is written. Each server reads its own tokens; the answers are merged by their log-sum-exp. The end
-    of a `with` deletes the cache. `clients` are one or more.
+    With n servers, tokens [p·span, (p + 1)·span), for p = 0, 1, …, are on server p modulo n. Each such span is a cache
+    of its own, made when its first token is written. Each server attends to its own tokens, and the answers are merged
+    by their log-sum-exp. The end of a `with` deletes the cache. `clients` has one client or more.
     """
     spread = Spread([client.url for client in _checked(clients, Client)], shape)
     threads = Threads(clients)
@@ -146,7 +146,7 @@ async def _drive_async(job: _Job) -> Any:
 
 
 class _Job:
-    """One call of this module, as rounds of work for the servers, one after another."""
+    """One call of `attention` or `attention_grad`. `rounds` yields its work for the servers, round by round."""
 
     def __init__(self, clients: Any, kind: type, path: str, keywords: dict[str, Any]) -> None:
         self.clients = _checked(clients, kind)
@@ -171,7 +171,7 @@ class _Job:
         self._found: dict[str, Any] = {}
 
     def rounds(self) -> Iterator[Work]:
-        """Yield the work of each round. The previous round must be done before the next one is asked for."""
+        """Yield the work of each round. Before it asks for the next round, the caller must finish this one (`run`)."""
         retries = max(client._retries for client in self.clients)
         try:
             questions = next(self._steps)

@@ -3,8 +3,8 @@
     o = flashpoint.torch.attention(q, k, v, client=client, causal=True)
     o.square().mean().backward()
 
-The forward calls `/attention`, the backward `/attention/grad` with the forward's inputs, `o` and `lse`. So the server
-does not compute the forward again, and without `save` it stores nothing.
+The forward calls `/attention`. The backward sends the forward's inputs, `o` and `lse` to `/attention/grad`, so the
+server does not compute the forward again. Without `save=True`, the server stores nothing between the two calls.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
         raise invalid("client", "must be a Client, or a list of Clients")
     if save and several:
         raise invalid("save", "is not taken with several servers: no one of them has the whole forward")
-    seed = None if several else seed_for(given)  # several servers refuse dropout, so draw no seed
+    seed = None if several else seed_for(given)  # calls to several servers cannot have dropout: no seed
     requiring = {name for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
     if not torch.is_grad_enabled() or not requiring:
         return Served(client, save, (), {}).method("attention")(**given, **seeded(seed))

@@ -1,8 +1,8 @@
-"""Attention over caches that a server holds: options in addition to `options.Options`, and checks.
+"""Attention over KV caches on a server: the options that such calls have in addition to `options.Options`, and checks.
 
 A cache has the keys and values of one sequence, for every layer of a model. A call over caches sends q, and k and v of
-new tokens if there are any; otherwise it is like any other call. A process that knows a cache's shape, but not its
-length, checks the call as one over k and v of any length.
+new tokens if there are any; otherwise it is like any other call. The checks (`plan_cached`) need the caches' heads,
+dimensions and dtype, but not their lengths, which only the server's engine process knows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo
 
 MOST_CACHES = 4096  # maximum number of caches in one call
 MOST_TOKENS = 1 << 31  # maximum number of tokens in one cache
-CHUNK = 1024  # tokens of a layer in one piece of memory; docs/decisions compares it with 256 and 512
+CHUNK = 1024  # tokens of a layer in one block of memory; docs/decisions compares 1024 with 256 and 512
 SMALLEST_CHUNK = 16  # in tokens: the rows of one head then fill whole cache lines, so every head is aligned
 ID_LENGTH = 1152  # maximum characters of a cache's id
-_ANY_LENGTH = 1024  # number of keys that is assumed for a check: only the engine knows the true number
+_ANY_LENGTH = 1024  # number of keys that checks assume, because only the engine knows the true number
 _ELSEWHERE = "is only for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
 
 
@@ -59,7 +59,7 @@ REFUSED = ("kv_lengths", "offset", "cu_seqlens_k", "block_table", "k_scale", "v_
 
 
 class LayerShape(NamedTuple):
-    """The shape and dtype of one layer of a KV cache: all layers have the same tokens."""
+    """The sizes and dtype of one layer of a KV cache, without its number of tokens."""
 
     kv_heads: int
     head_dim: int
@@ -119,9 +119,9 @@ def refused(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: LayerShape, caches: int) -> Spec:
-    """Check a call over `caches` caches, and return its problem. Raises ProblemError.
+    """Check an attention call over `caches` caches, and return its problem (`Spec`). Raises ProblemError.
 
-    In the problem, the number of keys is that of the mask; without a mask it is _ANY_LENGTH.
+    The `Spec` has as many keys as the call's mask covers, or _ANY_LENGTH without a mask.
     """
     theirs = "cannot be combined with caches, which have their own lengths and positions"
     errors = [(name, theirs) for name in REFUSED if name in tensors]
@@ -157,7 +157,10 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
 
 
 def _sizes(tensors: Mapping[str, TensorInfo], layout: str) -> tuple[int, int, bool]:
-    """Return the number of sequences in q, the number of rows, and whether they are packed. Raises ProblemError."""
+    """Return the number of sequences in q, the number of queries, and whether q is packed (layout `thd`).
+
+    The number of queries is that of each sequence, or of all together if q is packed. Raises ProblemError.
+    """
     q = tensors["q"].shape
     if layout == "thd":
         ends = tensors.get("cu_seqlens_q")
@@ -180,7 +183,7 @@ def _keys(tensors: Mapping[str, TensorInfo], options: Options) -> int:
 
 
 def _shape(q: Sequence[int], layout: str, length: int, heads: int, dim: int) -> tuple[int, ...]:
-    """Return the shape of keys or values in the layout of this q."""
+    """Return the shape of k or v with `length` tokens, in the layout and with the rank of a q of shape `q`."""
     if layout == "thd":
         return (length, heads, dim)
     if len(q) == 4:

@@ -174,7 +174,7 @@ class Report:
         for each in self.properties:
             if each.required and each.standing == "holds":
                 lines.append(f"{each.name}: {each.standing}, required: {each.text}")
-            elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # they have own lines
+            elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # they have other lines
                 lines.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
         for part in self.refused:
             lines.append(f"unsupported: {part.what} ({part.cases} cases): {part.reason}")
@@ -196,7 +196,9 @@ class Report:
         return lines
 
     def _conclusion(self) -> str:
-        """Return the verdict as a sentence, with missing properties, a guessed layout, and options that raise."""
+        """Return the verdict as text, with the required properties that do not hold, and the properties `layout` and
+        `option …`, if reported.
+        """
         text = {
             "right": "every error is within its bound", "imprecise": "no error is above L, some are above S",
             "not judged": "no case could be judged",

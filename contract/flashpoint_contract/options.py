@@ -38,7 +38,7 @@ class FieldProblem(NamedTuple):
 
 
 class ProblemError(ValueError):
-    """The problem is not valid. `errors` has a `FieldProblem` for each error."""
+    """The tensors or options of an attention problem are not valid. `errors` has a `FieldProblem` for each error."""
 
     def __init__(self, errors: Iterable[tuple[str, str]]) -> None:
         self.errors = tuple(FieldProblem(*each) for each in errors)
@@ -68,7 +68,7 @@ class Number:
     """An option type: a number in the range of float32; `optional` allows None."""
 
     least: float = -LARGEST_FLOAT32
-    below: float | None = None  # exclusive
+    below: float | None = None  # exclusive upper bound
     normal: bool = False  # a nonzero number must be normal in float32
     optional: bool = False
     message: str = "must be a number within float32's range"
@@ -118,7 +118,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Names:
-    """An option type: one or more of these words, each at most once."""
+    """An option type: one or more of the words `values`, each at most once."""
 
     values: tuple[str, ...]
 
@@ -163,8 +163,8 @@ class Option(NamedTuple):
     example: Any  # a value that is not the default
     feature: Feature | None = None  # needed by the value `when`, or if `when` is None, by each value but the default
     when: Any = None
-    direction: Direction | None = None  # the only call with the option; None means both
-    refused: Mapping[str, str] = MappingProxyType({})  # reasons why formats and interfaces do not take it
+    direction: Direction | None = None  # the only direction whose calls have this option; None means both
+    refused: Mapping[str, str] = MappingProxyType({})  # reason, by format or interface that does not take it
     name: str = ""
     default: Any = None
 

@@ -35,7 +35,7 @@ _ELSEWHERE = {
 
 
 def refused(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (option, reason) for each option about saving, for a call that does not support it."""
+    """Return (option, reason) for each of `save` and `saved` that is set in the `options` of a call without support."""
     errors = []
     for name in SAVED_OPTIONS.keys() & options.keys():
         if name == "save" and not isinstance(options[name], bool):
@@ -46,24 +46,24 @@ def refused(options: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not about saving."""
+    """Return `options` without `save` and `saved`."""
     return {name: value for name, value in options.items() if name not in SAVED_OPTIONS}
 
 
 def plan_saved(tensors: Mapping[str, TensorInfo], options: Options) -> Spec:
-    """Check a forward that will be saved, and return its problem, with lse among the outputs. Raises ProblemError."""
+    """Check a forward with `save`, and return its problem, whose outputs always include lse. Raises ProblemError."""
     if alone := [name for name in tensors if name in TENSORS and TENSORS[name].forward_only]:
         raise ProblemError((name, "has no gradient: omit `save`") for name in alone)
     return plan(tensors, replace(options, return_lse=True), "forward")
 
 
 def saved_tensors(forward: Spec) -> dict[str, TensorInfo]:
-    """Return the saved tensors: the inputs, o and lse."""
+    """Return the dtypes and shapes of the tensors that the server saves for a forward: its inputs, o and lse."""
     return {**forward.tensors, **forward.outputs}
 
 
 def saved_bytes(forward: Spec) -> int:
-    """Return the number of bytes of a saved forward that count against the memory limit."""
+    """Return the number of bytes that a saved forward counts against the server's memory limit."""
     return SAVED_BYTES + sum(info.nbytes for info in saved_tensors(forward).values())
 
 

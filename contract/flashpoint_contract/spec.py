@@ -1,7 +1,7 @@
-"""A checked problem: validate options, shapes and dtypes, and predict the cost, before any tensor is read.
+"""Check an attention problem (options, shapes and dtypes), and predict its cost, without the data of its tensors.
 
-A process that has read only the head of a message can do this for the whole problem. The module `tensors`
-defines the letters B, Hq, ….
+So a server can do this when it has read only the header of a request. The module `tensors` defines the letters B, Hq,
+….
 """
 
 from __future__ import annotations
@@ -95,13 +95,16 @@ class Spec:
         return "k_scale" in self.tensors
 
     def per_row(self, scale: str) -> bool:
-        """Return whether `k_scale` or `v_scale` has a number for each row, not one for each head or for all."""
+        """Return whether `scale` (`k_scale` or `v_scale`) has a number for each token and head.
+
+        Otherwise it has one for each head, or a single one.
+        """
         return self.tensors[scale].shape == self.shape_of(scale)
 
     @property
     def scale(self) -> float:
         scale = self.options.scale
-        return 1.0 / math.sqrt(max(1, self.head_dim)) if scale is None else float(scale)  # without columns, q·k is 0
+        return 1.0 / math.sqrt(max(1, self.head_dim)) if scale is None else float(scale)  # if D is 0, q·k is 0
 
     @cached_property
     def window(self) -> tuple[int, int]:
@@ -189,7 +192,8 @@ class Spec:
     def causal_square(self) -> bool:
         """Whether the problem is causal with as many queries as keys, so that about half of all pairs are visible.
 
-        False for packed queries with pages of keys, and with `offset`: a spec does not know their numbers.
+        False where a `Spec` does not know the number of visible pairs: for packed queries with pages of keys, and with
+        `offset`.
         """
         square = self.options.causal and self.q_len == self.kv_len
         return square and not (self.ragged and self.paged) and not self.has("offset")
@@ -227,12 +231,12 @@ class Spec:
         return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)
 
     def rows(self, index: Mapping[str, Any]) -> tuple[Row, ...]:
-        """Return the table of sequences from the values of the index tensors. Raises ProblemError."""
+        """Return a `Row` for each sequence. `index` has the values of the index tensors. Raises ProblemError."""
         return self._rows_of(index) if index else self._whole_rows
 
     @cached_property
     def _whole_rows(self) -> tuple[Row, ...]:
-        """The table of sequences without index tensors."""
+        """A `Row` for each sequence of a problem that has no index tensors."""
         return self._rows_of({})
 
     def _rows_of(self, index: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -266,7 +270,7 @@ class Spec:
         return _rows(self.batch, batch, *q, *k, offset)
 
 
-@lru_cache(1024)  # lengths are no arguments, so that a loop whose number of keys grows finds cached results
+@lru_cache(1024)  # the arguments include no lengths, so that calls with ever more keys find the cached result
 def _features(
     direction: Direction, options: Options, dtype: str, dtypes: tuple[tuple[str, str], ...], grouped: bool,
     head_dim: int, value_dim: int,
@@ -302,18 +306,24 @@ def _covers(starts: Sequence[int], total: int) -> bool:
 
 
 def _between(starts: Sequence[int]) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
-    """Return first row, valid rows and number of rows of packed sequences, which have no padding."""
+    """Return the columns first row, valid rows and rows of the packed sequences with the boundaries `starts`.
+
+    Packed sequences have no padding: all their rows are valid. The first column has one more item, the end.
+    """
     lengths = [b - a for a, b in itertools.pairwise(starts)]
     return starts, lengths, lengths
 
 
 def _rows(count: int, *columns: Iterable[int]) -> tuple[Row, ...]:
-    """Return `Row`s from the columns after `index`. The code is optimized, because there may be 65,536 rows."""
+    """Return `count` `Row`s. `columns` has the values of each field after `index`.
+
+    The code is optimized, because there may be 65,536 rows.
+    """
     return tuple(map(Row._make, zip(range(count), *columns, strict=False)))
 
 
 def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Direction) -> Spec:
-    """Check names, dtypes and shapes, and return the problem. Raises ProblemError.
+    """Check the names, dtypes and shapes of tensors, and the options. Return the problem. Raises ProblemError.
 
     `Spec.rows` later checks the values of index tensors (lengths, cu_seqlens).
     """
@@ -326,7 +336,10 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
 
 
 def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
-    """Return the problem, made by extending the cached problem of the same call with one key; None if not possible."""
+    """Return the problem, made from the cached one of the same call with a single key; None if that is not possible.
+
+    So a loop of calls whose number of keys grows is checked only once.
+    """
     tensors = dict(named)
     k, v = tensors.get("k"), tensors.get("v")
     if direction == "backward" or k is None or v is None or not _ANY_LENGTH.issuperset(tensors):
@@ -338,11 +351,11 @@ def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, directio
     try:
         planned = _planned(short, options, direction)
     except ProblemError:
-        return None  # the sizes of the problem with one key differ from this call's
+        return None  # let `_plan` check the call itself, so that the error texts have its sizes
     return planned.with_keys(k.shape[axis], tensors)
 
 
-# The tensors whose shapes do not depend on the number of keys, and k and v.
+# `_grown` is for calls that have only these tensors: k, v, and those whose shapes do not depend on the number of keys.
 _ANY_LENGTH = frozenset(
     ("q", "k", "v", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "offset", "cu_seqlens_q", "cu_seqlens_k")
 )
@@ -431,7 +444,7 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
     layout = spec.options.layout
     for name, info in spec.tensors.items():
         row = TENSORS[name]
-        if row.has_columns and row.direction == "forward":  # the sizes of axes come from q, k and v
+        if row.has_columns and row.direction == "forward":  # q, k and v: `_sizes` has checked them
             continue
         full = spec.shape_of(name)
         if spec.paged and name == "cu_seqlens_k":
@@ -453,7 +466,7 @@ def _of_blocks(spec: Spec, row: Tensor) -> str:
 
 
 def _allowed(spec: Spec, row: Tensor, full: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes that a tensor may have."""
+    """Return the shapes that the tensor `row` may have. `full` is the largest of them."""
     if row.scale_of:
         return list(dict.fromkeys([(), (1, spec.kv_heads), (spec.batch, spec.kv_heads), full]))
     if row.may_be_number:

@@ -1,6 +1,6 @@
 """Parse server-sent events while their bytes arrive (WHATWG HTML, 9.2.6: interpreting an event stream). No I/O.
 
-Only the field `data` is read: the data of each event contains the event's number.
+Only the field `data` is read. The field `id` is not needed, because the data of each event contains its number.
 """
 
 from __future__ import annotations

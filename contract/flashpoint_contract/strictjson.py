@@ -39,7 +39,7 @@ def loads(text: bytes | str, *, words: bool = False) -> Any:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=str if words else _constant)
-        # An escape may contain half a surrogate pair, which no encoder can send back, for example in an error message.
+        # An escape may be half a surrogate pair. No encoder could send that back, for example in an error message.
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:

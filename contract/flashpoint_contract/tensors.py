@@ -28,8 +28,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 EIGHT_BIT = ("float8_e4m3fn", "int8")  # dtypes of k and v with scales
 INTS = ("int32", "int64")
 
-MAX_HEAD_DIM = 256  # maximum head dimension of all backends except `reference`
-MAX_WIDE_HEAD_DIM = 576  # maximum head dimension of the forward on `triton` and `tiled`
+MAX_HEAD_DIM = 256  # maximum head dimension of all backends except `reference`, which has no maximum
+MAX_WIDE_HEAD_DIM = 576  # exception: maximum head dimension of the forward on `triton` and `tiled`
 
 
 class TensorInfo(NamedTuple):
@@ -58,14 +58,14 @@ class Tensor(NamedTuple):
     gradient: bool = False  # the tensor has a gradient of the same shape and dtype
     broadcast: tuple[str, ...] = ()  # axes that may be 1, and that may be missing at the front
     shared: bool = False  # the first axis may be missing; the tensor is then shared along it
-    scale_of: str = ""  # the tensor that it scales, by one number, or one for each head (and sequence) or row of `axes`
+    scale_of: str = ""  # the 8-bit tensor that this one scales; it may be a number, (1,Hk), (B,Hk) or of shape `axes`
     layouts: tuple[str, ...] = LAYOUTS
     features: tuple[tuple[str, Feature], ...] = ()  # features that it needs, by dtype; "" means any dtype
     refused: Mapping[str, str] = MappingProxyType({})  # as in `options.Option.refused`
 
     @property
     def is_index(self) -> bool:
-        """Whether the tensor contains lengths or positions of sequences; their values define the problem's rows."""
+        """Whether the tensor contains lengths or positions of sequences, whose values `Spec.rows` reads."""
         return self.dtypes == INTS
 
     @property
@@ -90,7 +90,7 @@ class Tensor(NamedTuple):
 
     @property
     def of_keys(self) -> bool:
-        """Whether the tensor's rows are keys, and its heads are key/value heads."""
+        """Whether the tensor has rows for keys and heads for key/value heads, as k and v have."""
         return "Hk" in self.axes
 
     def head_axis(self, layout: str) -> int | None:
@@ -118,7 +118,10 @@ class Tensor(NamedTuple):
         return tuple(axes)
 
     def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return the tensor's largest shape for q of `rank` dimensions. With pages, `sizes` has "page_size"."""
+        """Return the tensor's largest shape for q of `rank` dimensions.
+
+        `sizes` are the sizes of the axes by name. It has "page_size" if k and v are pages.
+        """
         return tuple(sizes[axis] for axis in self.axes_in(layout, rank, paged="page_size" in sizes))
 
     def smallest_shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
@@ -251,7 +254,7 @@ REQUIRED: dict[Direction, tuple[str, ...]] = {
 ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
 ALL_ANSWERS = tuple(name for names in ANSWERS.values() for name in names)
 
-# Optional inputs for a problem that is drawn from a seed; a mask is named by its kind.
+# Optional inputs of a problem with random tensors (`/verify`). A mask is named by its kind, such as `bool_mask`.
 EXTRAS = tuple(
     name
     for row in _ROWS
@@ -334,6 +337,6 @@ def _check_scales(tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, str]
 
 
 def _or(row: Tensor) -> str:
-    """Return the dtypes of a row for an error message."""
+    """Return the dtypes that the tensor `row` may have, as text for an error message."""
     *others, last = row.dtypes
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,8 +1,8 @@
 """`register` replaces the attention of Hugging Face transformers, for the client and the attention library.
 
-transformers takes any registered name as `attn_implementation` of any model. A model that does not ask its
-`AttentionInterface` ignores the name, and would compute its own attention although its configuration says otherwise.
-So models that take a name of `register` are checked. Needs transformers 5; nothing else in this package does.
+transformers accepts any registered name as `attn_implementation` of any model. But a model whose code does not use the
+`AttentionInterface` of transformers ignores the name, and computes its own attention. So each model whose
+configuration has a name of `register` is checked. This module needs transformers 5; nothing else in this package does.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def registered_by(invalid: Invalid, config: Any) -> bool:
-    """Return whether a model of this configuration has an attention that was registered with `invalid`."""
+    """Return whether a model of this configuration uses an attention that `register` was called for with `invalid`."""
     return _OURS.get(getattr(config.get_text_config(decoder=True), "_attn_implementation", None) or "") is invalid
 
 
@@ -157,7 +157,7 @@ def _computes(kind: type, computing: Iterable[type]) -> str:
 
 
 def _own_modules(model: Any) -> Iterator[Any]:
-    """Yield the modules of a model, without those of models inside it."""
+    """Yield the modules of a model, except nested models and their modules."""
     for module in model.children():
         if not isinstance(module, PreTrainedModel):
             yield module
@@ -170,7 +170,10 @@ def _named(kind: type) -> bool:
 
 @functools.cache
 def _asks(kind: type) -> bool | None:
-    """Return whether a module gets its attention function from transformers; None if it computes no attention."""
+    """Return whether modules of class `kind` get their attention function from transformers.
+
+    None if they compute no attention.
+    """
     if not _named(kind):
         return None
     for base in kind.__mro__:  # the class whose `forward` runs, and the base classes that it may call

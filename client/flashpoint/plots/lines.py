@@ -1,4 +1,8 @@
-"""Draw time, TFLOP/s, memory or speed-up against sequence length: a panel for each family, bars for a single length."""
+"""Draw time, TFLOP/s, memory or speed-up of benchmark rows against sequence length.
+
+There is a panel for each family: the rows that differ only in length and backend. A family with a single length has
+bars, one for each backend.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,21 @@ from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity of a row, and the way to draw it."""
+    """A quantity that is derived from a `BenchmarkRow`, such as its time, and how to draw it."""
 
     title: str
     about: str
     unit: str
     of: Callable[[BenchmarkRow], float]
-    draw: Callable[[Axes, Quantity, Rows], None]  # draws a family with several lengths
+    draw: Callable[[Axes, Quantity, Rows], None]  # draws the rows of a family that has several lengths
     say: Callable[[float], str] = style.si
     spread: bool = False  # whether to draw bars from p20 to p80
-    timed: bool = True  # whether the quantity is derived from the time, and so is noisy if the time is
+    timed: bool = True  # whether the quantity is derived from the time; the marks of a noisy time then apply
     baseline: float | None = None
 
 
 def quantity(what: Quantity, rows: Rows, subtitle: str, kernel_name: str = style.OWN) -> Figure:
-    """Return a figure of `what` for all rows. A panel with a single length has one bar for each backend."""
+    """Return a figure of `what`, with a panel for each family of rows. A family with a single length has bars."""
     by_family = families(rows)
     over_lengths = [row for family, members in by_family.items() if not family.length for row in members]
     figure, axes = style.panels(
@@ -73,7 +77,7 @@ def _legend(what: Quantity, rows: Rows, over_lengths: Rows, kernel_name: str) ->
 
 
 def _marks(what: Quantity, row: BenchmarkRow) -> str:
-    """Return the marks that apply to `what` in a row: those of the row's time, or that of its memory."""
+    """Return the marks to draw at the value of `what` in a row: characters of `style.MARKS`, or an empty string."""
     return row.marks if what.timed else "<" if row.peak_bytes_low else ""
 
 
@@ -170,7 +174,7 @@ def _baseline() -> dict[str, Any]:
 
 
 def _guides(ax: Axes, what: Quantity, rows: Rows) -> None:
-    """Draw guides of linear and of quadratic growth, near the least and the most memory at the largest length."""
+    """Draw guide lines O(N), just below the least value at the largest length, and O(N²), just above the most."""
     lengths = sorted({row.kv_len for row in rows})
     last = [what.of(row) for row in rows if row.kv_len == lengths[-1]]
     for power, through, label in ((1, min(last) / 1.5, "O(N)"), (2, max(last) * 1.5, "O(N²)")):

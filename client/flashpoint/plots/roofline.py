@@ -95,7 +95,10 @@ def _panel(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
 
 
 def _label(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
-    """Write the label of the ridge, and each row's length beside its point if there is room; ends of lines first."""
+    """Write the label of the ridge, and each row's length beside its point if there is room.
+
+    The points at the ends of the lines are labelled first, because later labels find less room.
+    """
     taken = np.concatenate([_covered(ax, line) for line in ax.lines])
     ridge, low = _ridge(peak), ax.get_ylim()[0] * 1.1
     taken = _place(ax, (ridge, low), f"ridge {style.si(ridge)}", taken, style.grey(), _RIGHT)
@@ -105,7 +108,7 @@ def _label(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
 
 
 def _covered(ax: Axes, line: Line2D) -> Boxes:
-    """Return boxes that cover a line and its markers."""
+    """Return boxes, in pixels, that together cover a line and its markers."""
     points = ax.transData.transform(np.clip(np.column_stack([line.get_xdata(), line.get_ydata()]), 1e-300, None))
     marker = line.get_marker() != "None"
     boxes = [_around(points, float(line.get_markersize()) * _pixels(ax))] if marker else []
@@ -125,7 +128,7 @@ def _pixels(ax: Axes) -> float:
 
 
 def _ends_first(rows: Rows) -> list[BenchmarkRow]:
-    """Sort rows: the caller's kernel comes first, then the shortest and the longest of each other backend."""
+    """Return all rows, first those of the caller's kernel and the shortest and longest of each other backend."""
     ends = {
         backend: (min(lengths), max(lengths))
         for backend in style.ordered(row.backend for row in rows)
@@ -137,7 +140,10 @@ def _ends_first(rows: Rows) -> list[BenchmarkRow]:
 def _place(
     ax: Axes, at: tuple[float, float], text: str, taken: Boxes, colour: str, places: Sequence[tuple[int, int, int]]
 ) -> Boxes:
-    """Write `text` at the first of `places` where it covers nothing, if any. Return `taken`, with the text's box."""
+    """Write `text` beside the point `at`, at the first of `places` where it covers no box of `taken`, if any.
+
+    Return `taken`, with the box of the text if it was written.
+    """
     label = ax.annotate(text, at, xytext=(0, 0), textcoords="offset points", fontsize=7.5, color=colour)
     label.set_in_layout(False)
     extent, point, pixels = label.get_window_extent(), ax.transData.transform(at), _pixels(ax)

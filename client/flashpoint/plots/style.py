@@ -59,7 +59,7 @@ _COLOURS: ContextVar[_Colours] = ContextVar("colours", default=_THEMES["light"])
 
 class Look(NamedTuple):
     colour: str
-    marker: Any  # always a filled marker, because hollow markers have a meaning
+    marker: Any  # always a filled marker, because hollow ones show the doubtful values of `MARKS`
     dashes: tuple[float, ...] = ()  # lengths of dashes and gaps, in widths of the line; () is a solid line
     hatch: str = ""
     bold: bool = False
@@ -70,7 +70,8 @@ class Look(NamedTuple):
 
 
 OWN = "kernel"  # the backend name in rows of the caller's own function
-# The plain formula has the colour of the text. Lines of our backends are solid, those of other libraries are dashed.
+# `naive`, the plain formula, has the colour of the text. It, this project's fast backends and the caller's kernel have
+# solid lines; all others are dashed.
 LOOKS = {
     "naive": Look(INK, "o"),
     "naive_explicit": Look(GREY, "s", (1, 1.4), "...."),
@@ -140,7 +141,7 @@ def panels(
     title: str, subtitle: str, count: int, legend: Sequence[Artist] = (), *, columns: int | None = None,
     panel: tuple[float, float] | None = None, keys: int | None = None,
 ) -> tuple[Figure, list[Axes]]:  # fmt: skip
-    """Return a figure and its `count` axes. `panel`: (width, height) of one in inches. `keys`: legend entries in a row.
+    """Return a figure and its `count` panels. `panel`: (width, height) of each in inches. `keys`: legend entries a row.
 
     The defaults of `columns`, `panel` and `keys` depend on `count` and on the width.
     """
@@ -148,7 +149,7 @@ def panels(
     rows = math.ceil(count / columns)
     wide, high = panel or ({1: 6.4, 2: 4.8}.get(columns, 4.0), _PANEL_INCHES)
     width = wide * columns
-    lines = textwrap.wrap(subtitle, int(width * 13.8))  # an inch has about 13.8 characters of 9 points
+    lines = textwrap.wrap(subtitle, int(width * 13.8))  # 9-point text has about 13.8 characters an inch
     keys = keys or max(1, int(width / 2.0))  # an entry of the legend takes about two inches
     above, below = 0.43 + _LINE_INCHES * len(lines), _KEY_INCHES * math.ceil(len(legend) / keys)
     height = high * rows + above + below
@@ -186,7 +187,7 @@ def key(backend: str, label: str | None = None) -> Line2D:
 
 
 def line(backend: str, width: float = 1.7, size: float = 5.5) -> dict[str, Any]:
-    """Return matplotlib's keywords for the line of a backend. That of the caller's kernel is boldest, and on top."""
+    """Return matplotlib's keywords for a backend's line. The line of the caller's kernel is boldest, and on top."""
     style = look(backend)
     return {
         "color": style.colour, "marker": style.marker, "linestyle": style.line,
@@ -203,14 +204,14 @@ def hollow(backend: str, size: float = 5.5) -> dict[str, Any]:
 
 
 def bar(backend: str) -> dict[str, Any]:
-    """Return matplotlib's keywords for the bar of a backend. That of the caller's kernel has a thick edge."""
+    """Return matplotlib's keywords for a backend's bar. The bar of the caller's kernel has a thick edge."""
     style = look(backend)
     edge = {"edgecolor": ink(), "linewidth": 1.6} if style.bold else {"edgecolor": paper()}
     return {"facecolor": style.colour, "hatch": style.hatch, **edge}
 
 
 def plain_lengths(ax: Axes, lengths: Iterable[int]) -> None:
-    """Make the x axis a logarithmic axis of lengths. A length too close to the previous label has no label."""
+    """Make the x axis logarithmic, with a label at each of `lengths` that is not too close to the previous label."""
     ax.set_xscale("log", base=2)
     every = sorted(set(lengths))
     apart = math.log2(every[-1] / every[0]) / 8
@@ -239,7 +240,9 @@ def decades(ax: Axes, which: Literal["x", "y"]) -> None:
 
 
 def around(values: Iterable[float], ratio: float = 12.0, room: float = 1.4) -> tuple[float, float]:
-    """Return (low, high) limits of a logarithmic axis: the factor `room` beyond `values`, and high ≥ ratio · low."""
+    """Return the limits (low, high) of a logarithmic axis: min(values) / `room` and max(values) · `room`, or farther
+    apart, so that high ≥ ratio · low.
+    """
     low, high = min(values := list(values)) / room, max(values) * room
     more = max(1.0, math.sqrt(ratio / (high / low)))
     return low / more, high * more

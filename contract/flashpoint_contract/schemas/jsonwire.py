@@ -1,9 +1,10 @@
-"""Encode and decode messages as JSON: one object with options, and with tensors as nested lists.
+"""Encode and decode messages, the bodies of requests and answers, as JSON: an object of options and of tensors.
 
     {"q": [[0.5, 1.0]], "k": {"shape": [0, 2], "data": []}, "v": …, "dtype": "float32", "causal": true}
 
-`WireError` means that a message cannot be parsed. `FieldError` means that it is JSON, but a field is not valid. NaN and
-infinities are the strings "NaN", "Infinity" and "-Infinity", because JSON has no such numbers.
+Tensors are nested lists. `WireError` means that a message is not a JSON object, `FieldError` that it is one, but has a
+field that is not valid. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", because JSON has no such
+numbers.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
             raise FieldError(name, "shape must be a list of sizes")
         if len(shape) > RANK_LIMIT:
             raise FieldError(name, f"has more than {RANK_LIMIT} dimensions")
-        if math.prod(max(n, 1) for n in shape) >= 1 << 60:  # Python cannot print arbitrarily long integers
+        if math.prod(max(n, 1) for n in shape) >= 1 << 60:  # longer integers may be too long to print in an error
             raise FieldError(name, "has a shape that overflows")
         if not isinstance(data, list) or len(data) != math.prod(shape):
             raise FieldError(name, f"data must be a list of {math.prod(shape)} elements")
@@ -172,7 +173,7 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
 
 
 def encode(tensors: Mapping[str, NDArray[Any]], fields: Mapping[str, Any]) -> bytes:
-    """Return a message of `tensors` and `fields`.
+    """Return the JSON message that has `tensors` and `fields`.
 
     Tensors are nested lists, or an object of shape and data if they are empty or have no dimension. Numbers have the
     fewest digits that read back as the same float32, or float64 for a float64 tensor. So decoding a message that has

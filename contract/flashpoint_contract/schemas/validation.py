@@ -37,14 +37,14 @@ _SAID = {
 
 
 ALIGNMENTS = get_args(CausalAlignment)
-OF_ATTENTION = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)  # names that calls with tensors take
+OF_ATTENTION = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)  # names of the tensors and options of attention calls
 
 
 def field_problems(error: ValidationError, known: Iterable[str] = OF_ATTENTION) -> list[FieldProblem]:
-    """Return the problem of each wrong field. Name a field by its path (`shapes.q_len`), and the whole value by "".
+    """Return a `FieldProblem` for each wrong field, named by its path such as `shapes.q_len`; "" is the whole value.
 
-    The message of an unknown name suggests one of `known`, the names that the document may have. The message of another
-    call's option names that call.
+    The message for an unknown name suggests the most similar of `known`, the names that the JSON object may have. The
+    message for an option of another endpoint names that endpoint.
     """
     errors = error.errors(include_url=False)
     unknown = [str(e["loc"][0]) for e in errors if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
