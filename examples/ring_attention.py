@@ -14,7 +14,7 @@ from torch import Tensor
 from flashpoint_kernels import attention, attention_backward, merge
 
 
-# recipe: begin
+# The code to copy into a program of your own begins here.
 def pass_on(*tensors: Tensor) -> list[Tensor]:
     """Send tensors to the next process of the ring; return the tensors of the previous process."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -29,7 +29,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):  # type: ignore[no-untyped-def]
         parts, local, rank = [], (k, v), dist.get_rank()
-        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # the part that k and v are
+        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # k and v are this part
             if part <= rank:  # causal: queries do not see later parts
                 offset = (rank - part) * k.shape[2]  # position of query 0 among the keys of this part
                 parts.append(attention(q, k, v, causal=True, offset=offset, return_lse=True))
@@ -43,7 +43,7 @@ class RingAttention(torch.autograd.Function):
         (q, k, v, o, lse), rank = ctx.saved_tensors, dist.get_rank()
         sums = [torch.zeros_like(t) for t in (q, k, v)]
         for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):
-            if part <= rank:  # o and lse cover all keys, so this call gives this part's share of the gradients
+            if part <= rank:  # o and lse cover all keys, so the gradients of the parts add up to the whole
                 offset = (rank - part) * k.shape[2]
                 grads = attention_backward(do, q, k, v, o, lse, causal=True, offset=offset)
                 sums = [t + more for t, more in zip(sums, grads, strict=True)]
@@ -51,7 +51,7 @@ class RingAttention(torch.autograd.Function):
         return tuple(sums)
 
 
-# recipe: end
+# The code to copy ends here.
 
 
 def main() -> None:

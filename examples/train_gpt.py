@@ -65,7 +65,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float, **_
 
 
 def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callable[..., Any]:
-    """Return the attention `name`. By default it uses our own tiles, because `auto` on a CPU is sdpa's operator."""
+    """Return the attention function of the kind `name`.
+
+    The default backend is `tiled`, tiles in plain torch. On a CPU, `auto` would run the kernels in C if possible.
+    """
     if name in ("served", "saved"):
         return functools.partial(flashpoint.torch.attention, client=client, backend=backend, save=name == "saved")
     return functools.partial(attention, backend=backend) if name == "local" else sdpa
@@ -118,9 +121,9 @@ def train(
 
 
 def draw(curves: dict[str, list[float]], about: str) -> Figure:
-    """Draw the loss curves above, and the difference of each curve from the first below."""
+    """Draw the loss curves in the upper panel, and the difference of each from the first curve in the lower one."""
     first, *others = curves
-    # Each curve is thinner than the curve below it.
+    # Each curve is thinner than the curves before it, so that they stay visible below it.
     styles = {
         "local": (VERMILION, "-", 6.0),
         "sdpa": (BLACK, "-", 2.5),

@@ -1,8 +1,8 @@
 """The head of a safetensors message: a strict parser, a builder, and options as metadata.
 
 A message is an 8-byte little-endian length, that many bytes of JSON, and the tensors' bytes, row-major, in the order of
-their offsets and without gaps. The head contains everything except the numbers, so a server can refuse a message before
-they arrive.
+their offsets and without gaps. The length and the JSON are the head. It describes all tensors, so a server can refuse a
+message before the tensors' bytes arrive.
 
     {"__metadata__": {"causal": "true"}, "q": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 """
@@ -20,10 +20,10 @@ from flashpoint_contract.wording.hints import did_you_mean
 
 MEDIA_TYPE = "application/vnd.safetensors"
 HEAD_LIMIT = 1 << 20  # in bytes; the largest head of our own messages is under 4 KiB
-METADATA_LIMIT = 64  # entries of __metadata__; the contract names 14 options
-TENSOR_LIMIT = 64  # tensors of one message; the contract names 24
+METADATA_LIMIT = 64  # entries of __metadata__; `OPTIONS` has 14 options
+TENSOR_LIMIT = 64  # tensors of one message; `TENSORS` has 24
 RANK_LIMIT = 16
-_SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
+_SIZE_LIMIT = (1 << 63) - 1  # maximum of sizes and offsets: array libraries use int64
 
 # safetensors' name -> (our name, bytes of an element). Unsupported types are listed so that errors can name them.
 _DTYPES = {
@@ -118,7 +118,7 @@ def _tensor(name: str, entry: Any) -> TensorSpec:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise WireError(f"{name!r} has data_offsets that are not two sizes")
     dtype, itemsize = _DTYPES[code]
-    # Ignore sizes of 0 here: the product of the other sizes must still fit array libraries.
+    # A size of 0 counts as 1: some array libraries refuse an empty tensor if the product of its other sizes overflows.
     if math.prod(max(n, 1) for n in shape) * itemsize > _SIZE_LIMIT:
         raise WireError(f"{name!r} has a shape that overflows")
     start, stop = offsets

@@ -1,4 +1,4 @@
-"""The figures of the documentation that come from results or from a script, by their file names without ending."""
+"""Figures of the documentation that are drawn from benchmark results or by a script, by file name without ending."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MADE: dict[str, Callable[[Any], Figure]] = {
 
 
 def every() -> dict[str, Callable[[], Figure]]:
-    """Return the function that draws each figure. It must be called inside `style.themed`."""
+    """Return, by the figure's name, the function that draws it. Call that function inside `style.themed`."""
     found: dict[str, Callable[[], Figure]] = {
         "capacity-regimes": capacity.regimes, "capacity-break-even": capacity.break_even, "tiles": tiles.tiles,
     }  # fmt: skip

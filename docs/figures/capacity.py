@@ -19,7 +19,7 @@ from flashpoint.plots.style import BLUE, GREEN, INK, VERMILION
 from flashpoint_contract.schemas.shapes import Shape
 
 HEADS, DIM = 32, 128  # as many as models of seven billion parameters have
-CALL, ROUND_TRIP = 1.6e-3, 0.5e-3  # docs/performance.md; within a data centre
+CALL, ROUND_TRIP = 1.6e-3, 0.5e-3  # seconds: a call, from docs/performance.md; a round trip within a data centre
 SERVER = 400e12  # FLOP/s of attention, assumed
 LENGTHS = np.unique(np.geomspace(16, 262144, 1000).astype(int))
 KINDS: dict[str, tuple[str, Callable[[int], capacity.Need]]] = {
@@ -36,14 +36,14 @@ def _need(q_len: int, kv_len: int, side: capacity.Side) -> capacity.Need:
 
 def rates(network_gbit: float, flops: float = SERVER) -> capacity.Rates:
     link = network_gbit * 1e9 / 8
-    memory = 2e12  # bytes a second, assumed: an HBM device reads keys and values at some such rate
+    memory = 2e12  # bytes a second, assumed: typical for a device with HBM
     return capacity.Rates(
         call=CALL, upload=link, download=link, flops=flops, grad_flops=flops, memory=memory, round_trip=ROUND_TRIP
     )
 
 
 def regimes() -> Figure:
-    """Plot the time of each part of a remote call against the length."""
+    """Plot the predicted time of each part of a remote call against the sequence length."""
     lines = {"round trip and call": ":", "bytes": "--", "computing": "-"}
     figure, axes = style.panels(
         "Predicted: where the time of a call goes",
@@ -68,7 +68,10 @@ def regimes() -> Figure:
 
 
 def crossing(need: Callable[[int], capacity.Need], own: float, far: capacity.Rates) -> float:
-    """Return the least length at which a remote call is faster than `own` FLOP/s locally; NaN if there is none."""
+    """Return the least length at which a call to a server with the rates `far` is faster than a local device.
+
+    The local device computes `own` FLOP/s. Return NaN if the call is faster at no length.
+    """
     for n in LENGTHS:
         asked = need(int(n))
         if capacity.predict(asked, far).seconds < asked.flops / own:
@@ -77,7 +80,10 @@ def crossing(need: Callable[[int], capacity.Need], own: float, far: capacity.Rat
 
 
 def break_even() -> Figure:
-    """Plot the length from which a remote call is faster against the network's rate, for several local devices."""
+    """Plot, against the network's rate, the length from which a remote call is faster than a local device.
+
+    There is a line for each of several local devices, in forward and gradient.
+    """
     lines = [
         (name, own, Line2D([], [], label=f"{name}, {own / 1e12:g} TFLOP/s at home", color=KINDS[name][0],
                            linestyle=line, linewidth=1.7))
@@ -131,7 +137,10 @@ def held_against(result: Mapping[str, Any]) -> Figure:
 
 
 def _beside(cases: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return a place for each label, in a column right of the points, in the order of the measured times."""
+    """Return the position (x, y) of each case's label, in fractions of the axes.
+
+    The labels are a column right of the plot, in the order of the measured times.
+    """
     order = sorted(range(len(cases)), key=lambda at: cases[at]["measured_ms"])
     heights = {at: 0.04 + 0.9 * place / len(cases) for place, at in enumerate(order)}
     return [(1.02, heights[at]) for at in range(len(cases))]

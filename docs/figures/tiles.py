@@ -10,18 +10,18 @@ from matplotlib.patches import Patch, Rectangle
 
 from flashpoint.plots import style
 
-BLOCKS, TILES = 4, 6  # of queries and of keys
+BLOCKS, TILES = 4, 6  # number of blocks of queries, and of tiles of keys
 HELD, NOW, DONE, SKIPPED = style.GREEN, style.ORANGE, "#bfe3f7", "#eeeeee"
 
 
 class Program(NamedTuple):
-    """A program of a kernel: what it holds while it loops, and the tiles of its loop."""
+    """A program (thread block) of a kernel, to draw at one step of its loop over tiles."""
 
     title: str
-    along: str  # what the loop walks over: "keys" or "queries"
-    own: int  # the block of queries or the tile of keys that it holds
-    at: int  # the step of the loop that is drawn
-    result: tuple[str, str]  # what it keeps while it loops, and what it writes at the end
+    along: str  # what the loop goes over: "keys" or "queries"
+    own: int  # index of the block of queries or the tile of keys that the program holds during the loop
+    at: int  # index of the step of the loop that is drawn
+    result: tuple[str, str]  # what the program keeps during the loop, and what it writes at the end
 
 
 PROGRAMS = (

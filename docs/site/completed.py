@@ -15,9 +15,10 @@ _TWIN = re.compile(r"asynchronous\((\w+)\.(\w+)\)")
 
 
 class Completed(griffe.Extension):
-    """Replaces each docstring that a decorator completes by the complete one, which it reads from the imported object.
+    """Replaces each docstring that a decorator completes by the complete one of the imported object.
 
-    Each method `asynchronous(Class.method)` gets the signature and docstring of that blocking method.
+    An asyncio class defines some methods as `name = asynchronous(Class.method)`. Each gets the signature and docstring
+    of that blocking method.
     """
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:

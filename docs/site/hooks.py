@@ -1,6 +1,6 @@
 """Hooks of MkDocs, which change the pages of the site.
 
-The README becomes the front page, formulas become MathML, paths of code become links into the repository, and the
+The README becomes the front page, formulas become MathML, links to files of code lead into the repository, and the
 search gets a name for screen readers.
 """
 
@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 def _name(folder: str, repository: str, link: re.Match[str]) -> str:
     """Return `link` unchanged if it leads to a page; else a link into `repository`, or text if `repository` is empty.
 
-    A link to a test shows the test's name as a tooltip, because a page has dozens of links with the same text.
+    A tooltip shows the path, and for a test its name: the limits page has dozens of links with the text "test".
     """
     path = posixpath.normpath(posixpath.join(folder, link[2]))
     if not path.startswith("../"):
@@ -59,7 +59,7 @@ def _name(folder: str, repository: str, link: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Return the page's HTML with each formula as MathML, and without empty headings of columns."""
+    """Return the page's HTML with each formula as MathML, and with empty column headings of tables as plain cells."""
     return _EMPTY.sub(r"<td\1></td>", _MATHS.sub(_mathml, content))
 
 

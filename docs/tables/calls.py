@@ -1,4 +1,4 @@
-"""Tables of the server's calls, from its OpenAPI document."""
+"""Tables of the server's HTTP endpoints, from its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADERS = {"last-event-id": "Last-Event-ID"}
 
 @named
 def calls() -> str:
-    """Return every call, with its purpose, its query, and the statuses of its answers."""
+    """Return a table of every endpoint, with its purpose, its query parameters, and the statuses of its answers."""
     rows = []
     for path, methods in _document()["paths"].items():
         for method in (name for name in _METHODS if name in methods):
@@ -52,7 +52,7 @@ def headers() -> str:
 
 @named
 def fields() -> str:
-    """Return the fields of each JSON request without tensors. A verification also has the options of attention."""
+    """Return a table of fields for each JSON request without tensors, except the attention options of `/verify`."""
     parts = []
     for title, name in {
         "POST /caches": "CacheRequest",
@@ -74,7 +74,7 @@ def fields() -> str:
 
 @cache
 def _document() -> dict[str, Any]:
-    # The defaults alone: the variables of this process do not change the page.
+    # All settings have their defaults, so that environment variables of this process do not change the page.
     document: dict[str, Any] = create_app(Settings.model_construct()).openapi()
     return document
 

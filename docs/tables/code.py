@@ -1,4 +1,4 @@
-"""Tables of what the code says of itself: its options, errors, commands, features and algorithms."""
+"""Tables that are made from the code: options, errors, commands, features and algorithms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from .markdown import ROOT, named, table
 
 @named
 def nano() -> str:
-    """Return the smallest kernel. Tests do not run this block, because a space precedes its language."""
+    """Return the source of the smallest kernel as a block of code.
+
+    The space before `python` marks it as a block that the tests of the documentation do not run.
+    """
     return f"\n``` python\n{smallest.source()}\n```\n\n"
 
 
@@ -103,7 +106,10 @@ def _of_held(options: Iterable[CacheOption]) -> str:
 
 @named
 def commands() -> str:
-    """Return a list of the commands, and the help of each; the settings are a table of their own."""
+    """Return a table of the commands, and the help of each.
+
+    For commands that take the server's settings, the help has no options: `docs/tables/settings.py` has their table.
+    """
     rows = [(f"[`{name}`](#flashpoint-{name})", command.about) for name, command in COMMANDS.items()]
     parts = ["\n" + table(["command", "does"], rows)]
     for name in COMMANDS:
@@ -120,7 +126,7 @@ def commands() -> str:
 
 @named
 def support() -> str:
-    """Return which features each backend has; first those of all backends. `torch` has a column for each device."""
+    """Return a table of the features of each backend. Features of all backends are first. `torch` has two columns."""
     columns: dict[str, frozenset[str]] = {}
     for name in BACKENDS:
         if name == "torch":
@@ -144,7 +150,7 @@ def extremes() -> str:
     merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for case in CASES.values():
         value = case.value + (" (float16, bfloat16)" if case.dtypes == HALF else "")
-        if value in ("+∞", "−∞"):  # in one row where they are answered alike
+        if value in ("+∞", "−∞"):  # +∞ and −∞ share a row if their answers are the same
             other = CASES[f"{'−∞' if value == '+∞' else '+∞'} in {case.place}"]
             if other.answers == case.answers:
                 if value == "−∞":
@@ -160,7 +166,7 @@ def extremes() -> str:
 
 @named
 def algorithms() -> str:
-    """Return each algorithm's operations, and their number."""
+    """Return, for each algorithm, its numbers of matrix products, FLOPs and passes, and the tensors that it moves."""
     rows = []
     for name, a in ALGORITHMS.items():
         flops = f"{2 * (a.d_products + a.dv_products)}·P·D"

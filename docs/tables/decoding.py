@@ -8,7 +8,7 @@ from flashpoint.commands.terminal.tables import number
 
 from .markdown import NOT_MEASURED, Result, by_machine, made_on, named, results, table, targets
 
-LAYERS = 18  # of Gemma 3 270M
+LAYERS = 18  # layers of Gemma 3 270M
 # name, key heads, head dimension, bytes of a number
 SHAPES = (
     ("Gemma 3 270M, 1 key head, D 256, float32", 1, 256, 4),
@@ -56,7 +56,7 @@ def _stages(calls: dict[str, dict[str, float]]) -> str:
 
 @named
 def lora() -> str:
-    """Return the losses of local and of served attention, and their largest difference."""
+    """Return the losses of LoRA training with local and with served attention, and their largest difference."""
     rows = []
     for result in results("lora"):
         home, served = result["curves"]["home"], result["curves"]["served"]
@@ -69,7 +69,7 @@ def lora() -> str:
 
 @named
 def break_even() -> str:
-    """Return the least length at which decoding with the cache on a server is faster, as predicted."""
+    """Return the predicted least length at which decoding is faster with the cache on the server than locally."""
     text = ""
     rates = {result["environment"]["device"]: result["rates"] for result in results("capacity")}
     for result in results("gemma"):
@@ -88,6 +88,6 @@ def break_even() -> str:
 
 
 def _more(result: dict[str, Any]) -> float:
-    """Return the milliseconds that a call takes more than the layer's local attention."""
+    """Return by how many milliseconds a layer's call to the server takes longer than its local attention."""
     home, away = result["decode"]["tokens_per_second"].values()
     return (1 / away - 1 / home) / LAYERS * 1e3

@@ -1,4 +1,7 @@
-"""The table of the judge's corpus, and right kernels in random cases, from benchmarks/results/judge-*.json."""
+"""The judge's verdicts on its corpus of kernels, and on right kernels in random cases.
+
+They come from benchmarks/results/judge-*.json.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .markdown import NOT_MEASURED, RESULTS, named, table
 
 @named
 def judge_corpus() -> str:
-    """Return what the judge and usual checks say of each kernel that was measured."""
+    """Return a table of the kernels in the result, with the judge's verdict and those of two usual checks."""
     path = RESULTS / "judge-corpus.json"
     if not path.exists():
         return NOT_MEASURED
@@ -45,7 +48,7 @@ def judge_corpus() -> str:
 
 @named
 def judge_seeds() -> str:
-    """Return how often right kernels were blamed on random cases."""
+    """Return how often the judge called a right kernel wrong, in random cases."""
     path = RESULTS / "judge-seeds.json"
     if not path.exists():
         return NOT_MEASURED

@@ -18,14 +18,17 @@ from .markdown import NOT_MEASURED, RESULTS, TABLES, Result, by_machine, named, 
 
 
 def by_architecture(what: str) -> Iterator[tuple[str, Result]]:
-    """Yield the name of each architecture, as in sm_80, with its result in the files WHAT-sm<arch>.json."""
+    """Yield (name, result) for each GPU architecture: a name such as `sm_80`, and the content of WHAT-sm80.json."""
     found = {int(path.stem.removeprefix(f"{what}-sm")): path for path in RESULTS.glob(f"{what}-sm*.json")}
     for arch, path in sorted(found.items()):
         yield f"sm_{arch}", json.loads(path.read_text())
 
 
 def compiled(arch: int) -> str:
-    """Return a row for each variant, with a column for each kernel; float32 only in IEEE precision and at level 0."""
+    """Return a table of the kernels compiled for sm_`arch`: a row for each variant, a column for each kernel.
+
+    The only variants of float32 are those of level 0, in IEEE precision.
+    """
     result = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())
     kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]
                if k["precision"] == "ieee" and not k["paged"] and k["keys"] is None}  # fmt: skip
@@ -51,7 +54,7 @@ def compiled(arch: int) -> str:
 
 @by_machine("launch-overhead", "torch", "triton")
 def launch_overhead(result: Result) -> str:
-    """Return the host's microseconds for each call, beside those of another commit."""
+    """Return the microseconds of host time that each call takes, in this commit and in another."""
     made = result["environment"]
     rows = [(row["call"], row["us"], row["us_beside"], row["ratio"]) for row in result["rows"]]
     head = ("call", "µs", f"µs, commit {made['beside'][:10]}", "ratio")
@@ -60,7 +63,7 @@ def launch_overhead(result: Result) -> str:
 
 @by_machine("cpu-calls", "torch")
 def cpu_calls(result: Result) -> str:
-    """Return the time of plain calls on the CPU over that of another commit, for each pass and N."""
+    """Return the time of a call on the CPU, divided by its time in another commit, for each pass and length N."""
     kinds: dict[tuple[str, str], list[float]] = {}
     for row in result["rows"]:
         kind, _, _, length = row["call"].split(", ")
@@ -75,7 +78,10 @@ def cpu_calls(result: Result) -> str:
 
 @by_machine("one-row", "torch")
 def one_row(result: Result) -> str:
-    """Return the number of rows whose bits depend on the call, and those that the control finds."""
+    """Return the number of rows of o whose bits differ between calls (`library_errors.py one-row`).
+
+    The control is the same count for torch's operator.
+    """
     control = result["control"]
     return (
         f": **{result['differing']:,} of {result['rows']:,}** rows of {result['problems']} drawn problems; "
@@ -109,7 +115,7 @@ def _errors(options: str, rows: Iterable[tuple[str, str, Result]]) -> str:
 
 @by_machine("suites", "torch")
 def suites(result: Result) -> str:
-    """Return for each suite of another project the number of drawn cases, and of their outcomes."""
+    """Return, for each test suite of another project, the number of its cases that were drawn, and of each outcome."""
     rows = [
         (f"{one['name']} `{one['commit'][:10]}`", one["over"], f"{one['drawn']:,} of {one['of']:,}",
          one["passed"], one["failed"], one["not_expressible"], one["skipped"])
@@ -133,7 +139,7 @@ def suites_reasons() -> str:
 
 
 def _compiled_all() -> str:
-    """Return for each architecture the variants, those that spill, shared memory and matrix instructions."""
+    """Return, for each architecture, the number of variants, how many spill, shared memory and matrix instructions."""
     rows = []
     for arch, result in by_architecture("compile"):
         kernels = result["kernels"]
@@ -155,7 +161,10 @@ TABLES.update({f"compile-sm{arch}": partial(compiled, arch) for arch in TILES})
 
 @named
 def loops_beside() -> str:
-    """Return the instructions per score of our inner loops and of the tutorial's, at level 0 and D 128 in float16."""
+    """Return the instructions per score of our inner loops and of those of Triton's tutorial on attention.
+
+    The loops are those of level 0, D 128 and float16.
+    """
     rows = []
     for arch, result in by_architecture("loops"):
         found = {(loop["head_dim"], loop["kernel"], loop["by"]): loop["per_score"] for loop in result["loops"]}
@@ -166,7 +175,7 @@ def loops_beside() -> str:
     return "\n" + table(["", "loop", "through pointers", "path for Hopper", "tutorial"], rows)
 
 
-# The kinds of sass.KINDS that the table of loops shows.
+# The kinds of instructions, out of `sass.KINDS`, for which the table `loops` has columns.
 _SHOWN = ("matrix", "exponential", "float", "convert", "integer", "move", "memory", "control")
 
 
@@ -203,12 +212,15 @@ CHIPS = {
     90: ("NVIDIA H100 80GB HBM3", 132, 1.98),
     100: ("NVIDIA B200", 148, 1.965),
 }
-ISSUED = 4  # instructions of a warp that a multiprocessor issues in a cycle
+ISSUED = 4  # warp instructions that a multiprocessor issues in a cycle
 
 
 @named
 def decode() -> str:
-    """Return the instructions per byte that decoding reads at D 128, beside those that a GPU issues per byte."""
+    """Return the instructions of decoding per byte of keys and values that it reads, at D 128.
+
+    The column "issued per byte" has the instructions that the GPU can issue while it reads a byte from memory.
+    """
     rows = []
     for arch, (name, processors, clock) in CHIPS.items():
         found = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
@@ -242,7 +254,10 @@ def _variant(kernel: dict[str, Any] | None) -> str:
 
 @named
 def benchmarks() -> str:
-    """Return the results of `flashpoint benchmark --json` for each machine: a table a problem, a row a backend."""
+    """Return the results of `flashpoint benchmark --json` for each machine.
+
+    There is a table for each problem, with a row for each backend.
+    """
     text = ""
     for path in sorted(RESULTS.glob("benchmark-*.json")):
         job = BenchmarkJob.model_validate_json(path.read_text())
@@ -265,7 +280,7 @@ def benchmarks() -> str:
 
 @by_machine("reproduce", "python", "torch", "triton", name="reproduced")
 def reproduced(result: Result) -> str:
-    """Return each claim, the measurement, and the verdict."""
+    """Return each claim of a paper or project that was reproduced, with the measurement and the verdict."""
     rows = [(f"`{c['name']}`", c["claim"], c["measured"], c["verdict"]) for c in result["claims"]]
     kinds = ("time", "roofline") if result["rows"] else ()
     images = (f"\n![The {kind} of each case on this machine](images/{result['stem']}-{kind}.svg)\n" for kind in kinds)
@@ -274,7 +289,7 @@ def reproduced(result: Result) -> str:
 
 @by_machine("options", "torch", name="each-option")
 def each_option(result: Result) -> str:
-    """Return the times of each option beside the formula and FlexAttention, and of our operator beside torch's."""
+    """Return the times of each option, of the plain formula and of FlexAttention; and of our operator and torch's."""
     rows = result["rows"]
     runs = min((len(row.get("runs", [1])) for of_section in rows.values() for row in of_section), default=1)
     repeated = f", medians of {runs} runs" if runs > 1 else ""

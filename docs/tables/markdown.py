@@ -1,4 +1,4 @@
-"""Parts of tables: the register of all tables, Markdown itself, and the line above measurements."""
+"""Functions that the modules of tables share: register a table, write Markdown, and name the machine of a result."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def named(make: Callable[[], str]) -> Callable[[], str]:
 def by_machine(
     what: str, *packages: str, name: str = ""
 ) -> Callable[[Callable[[Result], str]], Callable[[Result], str]]:
-    """Register the table `name`, by default `what`, of a function that makes the text of one machine's result.
+    """Return a decorator for a function that makes the text of one machine's result WHAT-*.json.
 
-    The line above the text has the machine and the versions of `packages`; a text that begins with one of ";:,"
-    continues this line.
+    It registers the table `name` (by default `what`), which has the texts of all machines. A line above each text has
+    the machine and the versions of `packages`; a text that begins with one of ";:," continues this line.
     """
 
     def register(text_of: Callable[[Result], str]) -> Callable[[Result], str]:
@@ -48,13 +48,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def results(what: str) -> Iterator[Result]:
-    """Yield each machine's result of that name, with the `stem` of its file."""
+    """Yield the content of each file benchmarks/results/WHAT-*.json, with the file's `stem`. Each is of one machine."""
     for path in sorted(RESULTS.glob(f"{what}-*.json")):
         yield json.loads(path.read_text()) | {"stem": path.stem}
 
 
 def made_on(made: Result, *packages: str) -> str:
-    """Return the machine of a result, its load, the packages' versions, the date and the commit."""
+    """Return a text with the machine of a result, its load, the packages' versions, the date and the commit."""
     load = f"load average {round(made['load_average'][0], 2)} at the start"
     versions = (f"{name} {made[name]}" for name in packages)
     device = f"{made['device']} ({made['kernels']})" if made.get("kernels") else made["device"]
@@ -64,7 +64,7 @@ def made_on(made: Result, *packages: str) -> str:
 
 
 def targets(result: Result) -> str:
-    """Return the targets, and the measurements for each."""
+    """Return a table of the result's targets: what was measured, what was wanted, and whether it is met."""
     rows = []
     for row in result["targets"]:
         bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
@@ -73,7 +73,7 @@ def targets(result: Result) -> str:
 
 
 def targets_by_machine(what: str) -> str:
-    """Return the targets of a benchmark with a column of results for each machine; a missed target says so."""
+    """Return a table of a benchmark's targets, with a column of measurements for each machine. Marks missed targets."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     machines = []
     for result in results(what):
@@ -90,6 +90,6 @@ def targets_by_machine(what: str) -> str:
 
 
 def verdicts(result: Result) -> str:
-    """Return the questions, the findings, and the targets."""
+    """Return a table of the questions that a load test answers: what was found, what was wanted, whether it is met."""
     rows = ((v["question"], v["found"], v["wanted"], "yes" if v["met"] else "no") for v in result["verdicts"])
     return table(["question", "found", "wanted", "met"], rows)

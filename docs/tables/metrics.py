@@ -45,7 +45,7 @@ def _exported() -> tuple[Metrics, list[Metric]]:
 
 
 def _labels(exported: Metrics, family: Metric) -> Iterable[str]:
-    """Return the names of a metric's labels, without those that a histogram's buckets have."""
+    """Return the names of a metric's labels, without `le`, which the buckets of a histogram have."""
     collector = exported.registry._names_to_collectors.get(family.name)
     if collector is not None:
         return collector._labelnames  # type: ignore[attr-defined,no-any-return]
@@ -53,7 +53,7 @@ def _labels(exported: Metrics, family: Metric) -> Iterable[str]:
 
 
 def _values() -> dict[str, str]:
-    """Return the values of each label."""
+    """Return, by the label's name, the text that describes its values."""
 
     def words(values: Iterable[str]) -> str:
         return ", ".join(f"`{value}`" for value in values)

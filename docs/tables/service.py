@@ -25,7 +25,10 @@ def serving(result: Result) -> str:
 
 @named
 def throughput() -> str:
-    """Return the targets, the requests per second of the service and its peers, and those of many lengths."""
+    """Return, for each machine, the targets, a table of requests per second, and one for requests of mixed lengths.
+
+    The first table compares the service with other servers.
+    """
     text = ""
     for result in results("throughput"):
         made, cases = result["environment"], result["cases"]
@@ -57,7 +60,7 @@ def throughput() -> str:
 
 
 def _ways(cases: dict[str, Any]) -> list[str]:
-    """Return the servers, the fastest at the first case first, and those that were not measured last."""
+    """Return the servers by their requests per second in the first case, fastest first; those not measured last."""
     ways = next(iter(cases.values()))["ways"]
     return sorted(ways, key=lambda way: -ways[way]["rps"] if isinstance(ways[way], dict) else 0.0)
 
@@ -94,7 +97,7 @@ def train_saved(result: Result) -> str:
 
 @by_machine("beside")
 def beside(result: Result) -> str:
-    """Return the targets, the latencies of requests, and the times of a benchmark, alone and together."""
+    """Return the targets, and the latencies of requests and the times of a benchmark, each alone and both together."""
     alone, busy = result["latency_ms"]["alone"], result["latency_ms"]["beside"]
     rows = [(r["backend"], r["q_len"], number(r["alone_ms"]), number(r["beside_ms"])) for r in result["rows"]]
     return (
@@ -106,7 +109,7 @@ def beside(result: Result) -> str:
 
 @by_machine("fairness", "torch", "grpcio")
 def fairness(result: Result) -> str:
-    """Return the latency of small requests alone and beside four large ones, by the kind of the large ones."""
+    """Return the latency of small requests alone and beside four large ones, for each kind of large request."""
     rows = [
         (
             row["kind"],
@@ -170,7 +173,7 @@ def capacity_ratio() -> str:
 
 @by_machine("sharded-cache", "python", "torch")
 def sharded_cache(result: Result) -> str:
-    """Return the targets, and the times of one query over a cache at four servers and with the operator in process."""
+    """Return the targets, and the times of one query over a cache on four servers, and over local keys and values."""
     ways = {"operator": "the operator in process", "sdpa": "torch's own in process", "sharded": "four servers"}
     milliseconds, errors = result["median_milliseconds"], result["errors"]
     rows = [(way, milliseconds[name], errors[name]) for name, way in ways.items()]

@@ -1,4 +1,4 @@
-"""Tables of the server's settings, and of the bounds that they and the code set."""
+"""Tables of the server's settings, and of its limits, which are settings or constants in the code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def settings() -> str:
 
 
 class Bound(NamedTuple):
-    """One bound: `most` is text, or the names of the settings that have it; `tests` are FILE#TEST below tests/."""
+    """One limit of the server, `what`. `most` is its value as text, or the names of the settings that determine it.
+
+    `beyond` is what the server does beyond the limit. `tests` are items FILE#TEST, with FILE below tests/.
+    """
 
     what: str
     most: str | tuple[str, ...]
@@ -49,7 +52,7 @@ class Bound(NamedTuple):
 
 @named
 def limits() -> str:
-    """Return every bound of the server: its default, its setting, the reaction beyond it, and its test."""
+    """Return every limit of the server: its default, its setting, the server's reaction beyond it, and its test."""
     parts = []
     for group, bounds in _bounds().items():
         rows = list(_rows(bounds))

@@ -1,4 +1,7 @@
-"""Tables of what the service bears, from benchmarks/results: load, faults, hours and bytes that nobody should send."""
+"""Tables of the service's reliability, from benchmarks/results: load, hours of use, injected faults, and fuzzing.
+
+They also show how long an installation takes, and the size of the image for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .markdown import NOT_MEASURED, RESULTS, Result, by_machine, named, results,
 
 @by_machine("load", "python", "torch", "locust")
 def load(result: Result) -> str:
-    """Return the load test's questions with its findings, and its curve, for each machine."""
+    """Return the load test's capacity, its picture of latency against load, and the questions that it answers."""
     image = f"![Latency against the offered rate](images/{result['stem']}.svg)"
     return f": a capacity of {result['capacity']} calls a second.\n\n{image}\n\n{verdicts(result)}"
 
@@ -28,20 +31,20 @@ def load_steps(result: Result) -> str:
 
 @by_machine("soak", "python", "torch")
 def soak(result: Result) -> str:
-    """Return the questions of a soak, and its picture."""
+    """Return the picture of a soak test, and the questions that the test answers."""
     image = f"![Memory, descriptors, threads and latency, minute by minute](images/{result['stem']}.svg)"
     return f"{image}\n\n{verdicts(result)}"
 
 
 @by_machine("overload", "python", "torch")
 def overload(result: Result) -> str:
-    """Return the questions of an overload, and its picture."""
+    """Return the picture of an overload test, and the questions that the test answers."""
     return f"![Calls answered in time against calls offered](images/{result['stem']}.svg)\n\n{verdicts(result)}"
 
 
 @named
 def faults() -> str:
-    """Return the numbers of faults, calls, right answers and violations, for each machine."""
+    """Return the numbers of injected faults, calls, right answers and forbidden outcomes, for each machine."""
     rows = []
     for result in results("faults"):
         made, calls = result["runs"][0]["environment"], result["calls"]
@@ -54,7 +57,7 @@ def faults() -> str:
 
 @named
 def each_fault() -> str:
-    """Return the faults, the callers' outcomes while each was the last one, and the time to recover."""
+    """Return each kind of injected fault, the outcomes of calls from it until the next fault, and the recovery time."""
     text = ""
     for result in results("faults"):
         made = result["runs"][0]["environment"]
@@ -92,7 +95,8 @@ def install(result: Result) -> str:
     return f"; {sizes}:\n\n" + table(["", "wheel with `[server]`", "wheel alone: the SDK"], rows)
 
 
-# The purpose of the packages of the image for GPUs, by their names; the first that matches counts.
+# Groups of packages in the image for GPUs: a regular expression for their names, by their purpose. A package belongs to
+# the first group that matches.
 PARTS = {
     "torch": r"torch ",
     "Triton, with its compiler and NVIDIA's assembler": r"triton ",
@@ -125,7 +129,7 @@ def gpu_image(result: Result) -> str:
 
 @named
 def fuzz() -> str:
-    """Return the runs of each fuzzer."""
+    """Return a table of the fuzz targets: duration, inputs, failures, slowest input and memory of the runs of each."""
     path = RESULTS / "fuzz.json"
     if not path.exists():
         return NOT_MEASURED

@@ -113,7 +113,7 @@ def _shared() -> dict[str, str]:
 
 @cache
 def _of_keywords(kind: type) -> dict[str, str]:
-    """Return the entries of a TypedDict's own fields, followed by those of its base classes."""
+    """Return the `Args:` entry of each field of a TypedDict: first its own fields, then those of its base classes."""
     inherited: dict[str, str] = {}
     for base in getattr(kind, "__orig_bases__", ()):
         if isinstance(base, type):

@@ -9,8 +9,8 @@ from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.tensors import TENSORS
 
 _ALIKE = 0.6  # minimum similarity of two names, by difflib
-_LONGEST = 32  # maximum characters of a compared name: a caller may send longer ones
-_MOST = 8  # maximum compared names in one message: a caller may send thousands
+_LONGEST = 32  # names of more characters get no suggestion: the comparison would be slow
+_MOST = 8  # names in one message that get suggestions: it may have thousands of names
 
 # Our names, each with its equivalents in other libraries, in lower case: torch, flash-attn, xformers, FlashInfer, vLLM,
 # transformers, ONNX.
@@ -51,7 +51,7 @@ NAMES = (*TENSORS, *OPTIONS)
 
 
 def meant(name: str, known: Iterable[str] = NAMES) -> str | None:
-    """Return the `known` name that an unknown one probably means; None if there is none."""
+    """Return the name of `known` that the unknown `name` probably means; None if no name is similar."""
     if len(name) > _LONGEST:
         return None
     names, lower = list(known), name.lower().replace("-", "_")
