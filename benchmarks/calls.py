@@ -33,17 +33,17 @@ Call = Callable[[], Any]
 LENGTHS = (1, 16, 64, 128, 512, 2048)
 DIMS = (16, 40, 64, 80, 128, 256)
 TYPES = ("float32", "float16", "bfloat16")
-CALLS, SECONDS = 1000, 0.05  # limits of one turn on the CPU: calls and seconds of a case
+CALLS, SECONDS = 1000, 0.05  # `timed` repeats a CPU call at most CALLS times and for at most SECONDS
 SLOWER = 1.05  # largest allowed ratio to the time in CHECKOUT
 ARCH = 90  # the architecture whose launches are timed
-LAUNCHES = 60  # calls of one case in one turn
+LAUNCHES = 60  # `timed` repeats a launch this many times
 
 
 def timed(make: Callable[[], Mapping[str, Call]], max_calls: int, seconds: float) -> dict[str, Callable[..., Any]]:
-    """Return two functions: `names()` lists the calls of `make`; `fastest(name)` runs one turn of a call.
+    """Return two functions: `names()` lists the names of the calls that `make` builds; `fastest(name)` times one call.
 
-    `fastest` returns the µs of the fastest call of the turn. A turn has `max_calls` calls, or as many as fill
-    `seconds`.
+    `fastest` repeats the call `max_calls` times or for `seconds`, whichever ends first, and returns the shortest time
+    in µs.
     """
     calls = make()
 
@@ -62,9 +62,10 @@ def in_turns(
     make: Callable[[], Mapping[str, Call]], beside: Path | None, rounds: int, max_calls: int,
     seconds: float = float("inf"), **variables: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time each call of `make` here and, if given, in the checkout `beside`. Return its commit, and the rows of times.
+    """Time the calls that `make` builds, in this checkout and, if `beside` is given, also in that checkout.
 
-    `make` imports our packages when it runs, so that they come from the checkout.
+    Return the commit of `beside`, and one row of times for each call. `make` imports our packages only when it runs in
+    the process of a checkout, so that they come from that checkout.
     """
     trees = {"us": ROOT} | ({"us_beside": beside.resolve()} if beside else {})
     rows = []
@@ -84,7 +85,7 @@ def in_turns(
 
 
 def cpu_cases() -> dict[str, Call]:
-    """Return plain calls on the CPU by name."""
+    """Return calls without options on the CPU, by name: the forward pass alone, and with the gradients."""
     import torch
 
     from flashpoint_kernels import attention
@@ -111,7 +112,10 @@ def cpu_calls(args: Args) -> dict[str, Any]:
 
 
 def launch_cases() -> dict[str, Call]:
-    """Return the calls by name. When a call with growing keys has used all keys, it starts again with half of them."""
+    """Return the calls that `launch-overhead` times, by name.
+
+    The cases "one key more in each call" start with half of the keys, and start again with half after the last key.
+    """
     import torch
 
     from flashpoint_kernels import Options, Problem, attention
@@ -179,7 +183,7 @@ def launch_cases() -> dict[str, Call]:
 
 
 def stopped_launches() -> dict[str, Call]:
-    """Return the calls, each of which ends before Triton calls the driver."""
+    """Patch Triton so that each launch ends before it calls the CUDA driver, and return the calls of `launch_cases`."""
     from triton.runtime.jit import JITFunction
 
     from flashpoint_kernels.dispatching import dispatch
@@ -190,7 +194,7 @@ def stopped_launches() -> dict[str, Call]:
     run = JITFunction.run
     JITFunction.run = lambda *args, **options: run(*args, **{**options, "warmup": True})
     dispatch._INTERPRETED = True  # this lets the backend `triton` run on the CPU
-    plain.attention = lambda *_: None  # the plain path answers only on a CPU: disable it, as on a GPU
+    plain.attention = lambda *_: None  # disables the shortcut for CPU tensors, as for calls on a GPU
     return launch_cases()
 
 

@@ -22,7 +22,7 @@ from flashpoint import capacity
 from flashpoint_contract.schemas.shapes import Shape
 
 CALLERS = 4
-# `capacity.measure` uses none of these shapes.
+# `capacity.measure` times other shapes, so that no prediction is compared with a time that it was made from.
 CASES: dict[str, tuple[dict[str, int], capacity.Side, bool]] = {
     "small": ({"q_heads": 8, "q_len": 128, "head_dim": 64}, "forward", False),
     "512": ({"q_heads": 8, "q_len": 512, "head_dim": 64}, "forward", False),
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, int], capacity.Side, bool]] = {
 
 
 def call(client: flashpoint.Client, shape: Shape, side: capacity.Side, causal: bool) -> Any:
-    """Return a function that makes one call of this case."""
+    """Return a function that sends one request: attention of `shape`, or its gradients if `side` is "backward"."""
     rng = np.random.default_rng(0)
 
     def normal(heads: int, length: int, dim: int) -> Any:

@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The versions that come with torch 2.11, the oldest torch of pyproject.toml. Triton's interpreter fails with a newer
-# numpy.
+# torch 2.11, the oldest torch that pyproject.toml allows, needs this Triton, whose interpreter fails with newer NumPy.
 OLDEST = ("triton==3.6.0", "numpy==2.3.5")
 NEWEST = ("triton",)
 SMOKE = ["tests/kernels/test_triton_hopper.py", "tests/kernels/test_triton_options.py"]

@@ -31,7 +31,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "contract"), str(ROOT / "kernels")]
-os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this variable when kernels are defined
+os.environ.pop("TRITON_INTERPRET", None)  # if set when kernels are defined, they cannot be compiled
 
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -52,9 +52,9 @@ OF_HOPPER = ("forward_hopper", "backward_kv_hopper", "backward_q_hopper")
 # Resources of a GPU multiprocessor: registers, threads, and columns of the tensor memory of tcgen05.
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512
 SERIALISED = "wgmma.mma_async instructions are serialized"  # a warning of ptxas
-# The tutorial selects the tile of its forward by timing on the device. Here we take tiles from its list, and count the
-# one with the fewest instructions per score and no spills in the loop. The tutorial's backward has one tile for dK and
-# dV, and one for dQ.
+# The tutorial selects its forward tile by timing on a device. Without a device, this program compiles these tiles of
+# the tutorial's list, and records the one with no spills in the loop and the fewest instructions per score. The
+# tutorial's backward has one tile for dK and dV, and one for dQ.
 FORWARD = tuple(Tile(128, n, w, s) for n, w, s in ((32, 4, 3), (64, 4, 3), (64, 8, 3), (128, 8, 2)))  # fmt: skip
 BACKWARD_KV, BACKWARD_Q = Tile(32, 128, 4, 5), Tile(128, 32, 4, 5)
 
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def read_reports(path: Path) -> dict[tuple[Variant, Tile], dict[str, Any]]:
-    """Return the reports that a file contains, by variant and tile."""
+    """Return the reports in compile-sm<arch>.json at `path`, by the variant and tile that each describes."""
     reports = {}
     for report in json.loads(path.read_text())["kernels"]:
         variant = Variant(**{name: report[name] for name in Variant._fields})
@@ -107,7 +107,7 @@ Job = tuple[str, Variant, Tile]
 
 
 def write_loops(arch: int, tutorial: Path, its_commit: str, out: Path, processes: int) -> None:
-    """Compile the kernels of an architecture, and write the instructions of their loops."""
+    """Compile our kernels and the tutorial's for `arch`, and write their loops' instruction counts to a JSON file."""
     jobs: list[Job] = []
     for dim in HEAD_DIMS:
         ours = [Variant(name, arch, DTYPE, dim) for name in (*OURS, *(OF_HOPPER if arch == 90 else ()))]
@@ -154,11 +154,12 @@ def _rows(job: Job) -> list[dict[str, Any]]:
     both = [("backward_kv", BACKWARD_KV), ("backward_q", BACKWARD_Q)]
     of_loops = both if variant.kernel == "backward" else [(variant.kernel, tile)]
     code = Code(built.asm["cubin"])
-    loops = code.loops()[:2] if len(of_loops) == 2 else [code.shortest_loop()]  # without loops that test causality
+    # A kernel may have more loops, which also test causality. They are longer, or come later, and are not counted.
+    loops = code.loops()[:2] if len(of_loops) == 2 else [code.shortest_loop()]
     registers, spill_bytes = resources(built.asm["cubin"])
     rows = []
     for (kernel, tile), loop in zip(of_loops, loops, strict=True):
-        halves = 2 if kernel.endswith("hopper") else 1  # two groups of warps share a tile
+        halves = 2 if kernel.endswith("hopper") else 1  # two groups of `num_warps` warps share a Hopper tile
         counts = kinds(loop)
         row = {
             "kernel": kernel, "by": by,
@@ -184,7 +185,7 @@ def _programs(built: Any, arch: int, registers: int) -> int:
     limits = [
         THREADS // threads,
         warps_by_registers // (threads // 32),
-        (SHARED_KIB[arch] + 1) * 1024 // (built.metadata.shared + 1024),  # SHARED_KIB is without 1 KiB of each program
+        (SHARED_KIB[arch] + 1) * 1024 // (built.metadata.shared + 1024),  # CUDA reserves 1 KiB for each program
     ]
     if columns := getattr(built.metadata, "tmem_size", 0):
         limits.append(TENSOR_COLUMNS // columns)

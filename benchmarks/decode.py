@@ -67,7 +67,7 @@ def message(batch: int = 1, keys: int = 1, **options: Any) -> Message:
 
 
 def loads(port: int, bare: int, ids: Sequence[str]) -> Ways:
-    """Return functions that send requests to the service."""
+    """Return functions that send requests to the service, or to bare uvicorn for ECHO, and return tokens per second."""
     requests = [post("/attention", message(caches=[one])) for one in ids]
     all_caches = message(len(ids), caches=list(ids))
     all_keys = post("/attention", message(keys=KEYS))
@@ -129,7 +129,7 @@ def memory_of_forks(client: flashpoint.Client, cache: flashpoint.Cache) -> float
 
 
 def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
-    """Return the tokens per second of each way of computing in each round, and the result of `memory_of_forks`."""
+    """Return, for each round, the tokens per second of each measured function, and the result of `memory_of_forks`."""
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         bare = enter(bare_uvicorn())
@@ -154,7 +154,7 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
 
 
 def cut(caches: Caches, keys: int, way: Callable[..., float], *arguments: Any) -> float:
-    """Measure one way of computing, then truncate the caches to `keys` keys, their original length."""
+    """Call `way(*arguments)`, truncate the caches to `keys` keys, and return the tokens per second from the call."""
     rate_of_way = way(*arguments)
     for cache in caches:
         cache.truncate(keys)
@@ -181,7 +181,10 @@ def cached_decode(args: Args) -> dict[str, Any] | None:
 
 
 def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[], float]:
-    """Return a function that times requests with `queries` queries over each cache, and returns the fastest time."""
+    """Return a function that sends one request `calls` times, and returns the shortest time in seconds.
+
+    The request has `queries` queries for each cache in `caches`.
+    """
     q = draw(len(caches), HEADS, queries, DIM)
     request = post("/attention", SAFETENSORS.write({"q": q}, caches=ids_of(caches)))
     return lambda: min(seconds(lambda: drive(port, [request], 1)) for _ in range(calls))
@@ -210,7 +213,7 @@ def ids_of(caches: Caches) -> list[str]:
 
 
 def compared(client: flashpoint.Client, port: int, calls: int) -> Iterator[tuple[str, Any, Any, dict[str, float]]]:
-    """Yield each comparison: its name, two functions, and a bound of the ratio of their values, first to second."""
+    """Yield each comparison: its name, two functions, and a bound of the first result divided by the second."""
     for count in COUNTS:
         root, forks = forked(client, FORKED, count)
         name = f"{count} forks of {FORKED} keys beside as many rows over one cache"

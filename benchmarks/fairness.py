@@ -52,8 +52,9 @@ KINDS = ("plain", "mask", "kv_lengths", "thd", *OPTIONS)
 PROTOCOLS = ("http", "oip", "grpc")
 LIMITS = {"1 MFLOP/s": {"flops_per_second": 1e6}, "one request at a time": {"concurrent": 1}}
 CASE = Case(128, gradient=False)
-RATE = 40.0  # requests per second: 1/20 of what two cores can answer, so that no queue forms without the benchmark
-# The calls take between a tenth of a time slice and more than one time slice.
+# Requests per second: 1/20 of what two cores can answer, so that no request waits while no `POST /benchmark` runs.
+RATE = 40.0
+# The body of `POST /benchmark`. Its calls take from a tenth of a time slice of the benchmark to more than a whole one.
 GRID = {
     "shapes": [{"batch": 1, "q_heads": 8, "q_len": length, "head_dim": 64} for length in (256, 1024)],
     "backends": ["naive", "sdpa_flash", "torch", "tiled"],
@@ -143,7 +144,7 @@ def wait(port: int, at_least: int, at_most: int = 1 << 30) -> None:
 def row(
     protocol: str, ports: dict[str, int], kind: str, calls: int, *, key: str = "", limit: str = ""
 ) -> dict[str, Any]:
-    """Return one row of the table: small requests alone, a large one alone, and small requests beside large ones."""
+    """Measure one row of the result: small requests alone, one large request alone, and small beside large requests."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
     small = caller("http", ports, dict.fromkeys("qkv", t), {}, "small-caller")
     alone = [answer_seconds(small) for _ in range(calls)]
@@ -211,7 +212,7 @@ def fairness(args: Args) -> dict[str, Any]:
 
 
 def traffic(port: int, seconds: float, seed: int) -> list[float]:
-    """Return the latency of each request in seconds, from its arrival."""
+    """Send small requests with Poisson arrivals for `seconds`; return each latency in seconds from its arrival."""
     request = post(CASE.path, SAFETENSORS.write(CASE.tensors))
     arrivals = np.random.default_rng(seed).exponential(1 / RATE, int(RATE * seconds)).cumsum()
     return [timed.latency for timed in drive(port, [request] * len(arrivals), 16, arrivals.tolist())]

@@ -1,4 +1,4 @@
-"""Draw the recorded results of load, overload and soak tests, in the style of all figures. Needs matplotlib."""
+"""Draw the recorded results of load, overload and soak tests with matplotlib, in the style of `flashpoint.plots`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def overload(result: Result) -> Figure:
 
 
 def soak(result: Result) -> Figure:
-    """Plot the resources that the processes hold, and the latency, against time."""
+    """Plot the memory, file descriptors and threads of the service's processes, and the latency, against time."""
     windows = result["windows"]
     minutes = [window["minutes"] for window in windows]
     lines = {name: look | {"marker": "None"} for name, look in _PERCENTILES.items()}

@@ -1,4 +1,4 @@
-"""Write requests and read answers in the formats of the service and of its peers."""
+"""Write requests and read answers in the formats of our service and of the servers that it is compared with."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def post(path: str, message: Message) -> Request:
 
 
 class Form(NamedTuple):
-    """A wire format: `write` returns the message of tensors and options, `read` returns the tensors of an answer."""
+    """A wire format. `write` returns a request's headers and body; `read` returns the tensors of an answer, by name."""
 
     write: Callable[..., Message]
     read: Callable[[Headers, bytes], dict[str, Array]]
@@ -76,7 +76,8 @@ class Case(NamedTuple):
 def truth(tensors: Tensors, causal: bool = False, left: int = -1) -> dict[str, Array]:
     """Return the exact answer, computed in float64: `o`, or the gradients if `tensors` has `do`.
 
-    `left` is the left side of the window. The last query is at the last key. A query that sees no key has an `o` of 0.
+    The last query has the position of the last key. A query sees at most `left` keys before its position; -1: all. If
+    it sees no key, its `o` is 0.
     """
     q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
     group = q.shape[1] // k.shape[1]

@@ -147,7 +147,10 @@ def answers(model: Any, tokenizer: Any, remote: Remote, port: int) -> dict[str, 
 
 
 def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
-    """Return the milliseconds of one layer's call for a token of `count` sequences, by client and server clocks."""
+    """Return the median milliseconds of one layer's call, as the client sees it, and of the server's stages of it.
+
+    The call has one new token for each of `count` sequences.
+    """
     (root,) = client.caches(1, kv_heads=1, head_dim=256)
     root.append(torch.randn(1, 1, ANSWERED, 256), torch.randn(1, 1, ANSWERED, 256))
     caches = client.fork_caches([root] * count)

@@ -100,7 +100,7 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
 def _set_environment(device: Cuda, compiled: Path, installed: Path, version: str) -> None:
     """Set the variables that child processes inherit: paths of our packages, their version, Triton's cache folder."""
     described = checkout.pretend_installed(installed, f"0+{version[:10]}")
-    sys.path.append(described)  # guarded processes inherit this list
+    sys.path.append(described)  # the processes that `guard.Guard` starts inherit this list
     for name in ("TRITON_INTERPRET", "FLASHPOINT_HOPPER"):
         os.environ.pop(name, None)
     paths = {"TRITON_CACHE_DIR": str(compiled.resolve()), "PYTHONPATH": checkout.python_path(described)}
@@ -108,7 +108,10 @@ def _set_environment(device: Cuda, compiled: Path, installed: Path, version: str
 
 
 def _take_over(run: Run, args: argparse.Namespace) -> None:
-    """Copy rows and compiled kernels from another OUT, and print which rows do not count on this machine."""
+    """Copy rows and compiled kernels from the folder `--resume`, if given.
+
+    Print the number of rows that are measured again, because they come from another device, version or source.
+    """
     if args.resume:
         compiled = cache.unpack(args.resume / CACHE, args.cache)
         brought = run.record.bring(args.resume / FILE)

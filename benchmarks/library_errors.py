@@ -135,7 +135,7 @@ def sdpa(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
     tensors = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
     mask: Any = chosen.get("mask")
     if "causal" in chosen and not chosen.get("top_left"):
-        with warnings.catch_warnings(action="ignore"):  # more queries than keys: torch's own answer would be NaN
+        with warnings.catch_warnings(action="ignore"):  # torch warns of NaN in its answer for more queries than keys
             mask = causal_lower_right(len(q[0]), len(k[0]))
     o = scaled_dot_product_attention(
         *tensors, mask, is_causal=bool(chosen.get("top_left")), scale=chosen.get("scale"), enable_gqa="heads" in chosen,
@@ -263,7 +263,7 @@ def errors(name: str, call: Call, tensors: list[Sequences], chosen: Chosen, dtyp
 
 
 def relative_error(answers: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """Return the largest error divided by the largest value."""
+    """Return the largest error of `answers`, divided by the largest value of `truth` or by 1e-3 if that is larger."""
     largest_error = max(float((a.double() - b).detach().abs().max()) for a, b in zip(answers, truth, strict=True))
     return largest_error / max(1e-3, *(float(t.detach().abs().max()) for t in truth))
 
@@ -329,7 +329,7 @@ def beside(t: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
 
 
 def differing(solve: Callable[..., Tensor], t: dict[str, Tensor], count: int, **options: Any) -> tuple[int, int]:
-    """Return the number of rows, and how many of them have other bits in calls of `count` queries."""
+    """Return the number of rows, and how many have other bits in calls of `count` queries than in one call of all."""
     whole, length, differing_rows = solve(**t, **options), t["q"].shape[2], 0
     for start in range(0, length, count):
         stop = min(start + count, length)

@@ -60,7 +60,7 @@ class _Connection(socket.socket):
         """Receive the available bytes, and return whether the answer is complete."""
         while self._left:
             try:
-                # With MSG_TRUNC nothing is written (man 7 tcp), and an answer's pieces are no longer than the buffer.
+                # With MSG_TRUNC, TCP discards up to `rest` bytes and does not write to the buffer (man 7 tcp).
                 rest = min(self._left, len(_SCRATCH)) if self._left > 0 else 0
                 size = self.recv_into(_SCRATCH, rest, socket.MSG_TRUNC if rest else 0)
             except BlockingIOError:

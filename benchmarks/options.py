@@ -99,7 +99,7 @@ def call_of(
     attend: Callable[..., Any], tensors: Sequence[Tensor], keywords: Mapping[str, Any], gradient: str,
     captured: Sequence[Tensor] = (),
 ) -> Call:  # fmt: skip
-    """Return a call of the forward, or also of the gradient of q, k, v, sinks, a mask for each head and `captured`."""
+    """Return a function that calls `attend` and, unless `gradient` is "forward", also differentiates it."""
     if gradient == "forward":
         return partial(attend, *tensors, **keywords)
     inputs = [t.clone().requires_grad_() for t in tensors]
@@ -117,9 +117,9 @@ def written_out(
     sinks: Tensor | None = None, kv_lengths: Tensor | None = None, causal: bool = False,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention by the contract's formula in float32, with the scores (B,Hq,Sq,Sk) in memory.
+    """Compute attention by the formula in float32 in plain torch operations, with the scores (B,Hq,Sq,Sk) in memory.
 
-    The dropout mask comes from torch. It differs from the contract's mask, and takes less time.
+    The dropout mask comes from torch. It differs from the mask of our `attention`, and takes less time.
     """
     dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
@@ -184,7 +184,7 @@ def beside_formula(gradient: str, rounds: int) -> Iterator[Row]:
 
 
 def mods(shift: int = 0, **keywords: Any) -> tuple[Mod | None, Mod | None]:
-    """Return FlexAttention's score_mod and mask_mod for options of the contract; None for each that is not needed.
+    """Return FlexAttention's score_mod and mask_mod for options of our `attention`; None for each that is not needed.
 
     `shift` is the number of keys minus the number of queries, or 0 if the first query sees only the first key.
     """
@@ -352,7 +352,7 @@ def beside_eager_flex(rounds: int) -> Iterator[Row]:
 
 
 def block_masks(rounds: int) -> Iterator[Row]:
-    """Yield rows of `tiled` with a block mask, compared with `tiled` without one. The gradient call gets o and lse."""
+    """Yield rows of `tiled` with a block mask beside `tiled` without one: the forward, and the gradients alone."""
     generator = torch.Generator().manual_seed(0)
     document, blocks = torch.arange(LENGTH) // 300, (HEADS, LENGTH // 128, LENGTH // 128)
     documents = create_block_mask(lambda b, h, i, j: document[i] == document[j], q_len=LENGTH, kv_len=LENGTH)

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
     """Return the device, the machine's load, the versions of `packages`, the commit and the date.
 
-    For a CPU, `kernels` names the kernels in C that compute bfloat16, such as c-avx2: processors of one name differ.
+    For a CPU, `kernels` names the kernels in C that compute bfloat16, such as c-avx2, because two processors with the
+    same name may have different instruction sets.
     """
     # Imported here, because a process of calls.py imports the packages of another commit.
     from flashpoint_kernels.dispatching.machine import cpu_name, version_of

@@ -54,10 +54,10 @@ def run(
     malloc: bool = True,
     **options: dict[str, Any],
 ) -> NoReturn:
-    """Measure, print the measurements and the targets, write OUT/WHAT-DEVICE.json, and exit, with 1 if one is missed.
+    """Measure, print the measurements and targets, write OUT/WHAT-DEVICE.json, and exit: with 1 if a target is missed.
 
-    `measure` returns None if nothing could be measured; it prints `rows` itself as they come. With `malloc`, the
-    measured processes have the settings `MALLOC`.
+    `measure` returns None if nothing could be measured. It prints its `rows` itself, each as soon as it is measured.
+    With `malloc`, the measured processes have the settings `MALLOC`.
     """
     doc = inspect.getmodule(measure).__doc__  # type: ignore[union-attr]
     ends = f"Writes OUT/{what}-DEVICE.json. The exit code is 1 if a target is missed or nothing could be measured."
@@ -83,14 +83,17 @@ def run(
 
 
 def run_named(**benchmarks: Callable[[str], NoReturn]) -> NoReturn:
-    """Run the benchmark that the first argument names, by default the first one. Each is `run` without the name."""
+    """Run the benchmark that the first command-line argument names, by default the first of `benchmarks`.
+
+    Each benchmark is a partial call of `run` without the argument `what`, which becomes the benchmark's name.
+    """
     named = {name.replace("_", "-"): benchmark for name, benchmark in benchmarks.items()}
     name = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in named else next(iter(named))
     named[name](name)
 
 
 def check_load() -> None:
-    """Warn on stderr, if other programs use the machine, that the times should not be recorded."""
+    """If other programs load the machine, warn on stderr that they disturb the times."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > BUSY * cores:
         print(f"the load average is {load:.1f} on {cores} cores: other programs disturb the times", file=sys.stderr)
@@ -153,7 +156,7 @@ def undisturbed(rounds: Sequence[dict[str, Any]], ends: str, deviation: float) -
 
 
 def medians(rows: Sequence[Mapping[str, float]], digits: int = 3) -> dict[str, float]:
-    """Return the median of each name over the rows."""
+    """Return the median of each field over the rows."""
     return {name: round(median(row[name] for row in rows), digits) for name in rows[0]}
 
 

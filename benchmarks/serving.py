@@ -174,8 +174,7 @@ def exchanges(size: int) -> dict[str, Tensors]:
 
 
 def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, calls: int) -> dict[str, float]:
-    """Return the median seconds of sequential calls at `SMALL`, of bare uvicorn's with the same bytes, and of the
-    operator's alone."""
+    """Return the median seconds of a call at `SMALL`, of its echo by bare uvicorn, and of the operator without HTTP."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
     message = SAFETENSORS.whole(dict.fromkeys("qkv", t))
 

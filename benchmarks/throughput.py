@@ -66,7 +66,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator], Any]] = {
 TAIL = 5.0  # largest allowed p99 / p50 of mixed requests
 # Limit in seconds. A server whose single call takes longer is left out: eight connections would take many seconds.
 SLOWEST = 1.0
-# Largest allowed error against float64, divided by the largest value; float32 reaches a tenth of this limit.
+# Largest allowed error against float64, divided by the largest value. Errors of float32 are a tenth of this limit.
 BOUND = 1e-3
 NO_ROUND = "not measured: another program used the machine in every round"
 
@@ -145,7 +145,10 @@ def mixed_requests(lengths: str, seed: int) -> list[Request]:
 
 
 def repetition(port: int, requests: Sequence[Request], connections: int, seed: int) -> dict[str, Any]:
-    """Run each pass once; return the seconds of each request alone and under load, and the saturated rate."""
+    """Send the requests one after another, in a closed loop, and in an open loop at LOAD times the closed loop's rate.
+
+    Return the seconds of each request alone and in the open loop, and the closed loop's rate ("saturated").
+    """
     alone = [timed.latency for timed in drive(port, requests, 1)]
     saturated = rate(drive(port, requests, connections))
     arrivals = np.random.default_rng(seed).exponential(1 / (LOAD * saturated), len(requests)).cumsum()
