@@ -1,9 +1,9 @@
 """Pack Triton's compile cache into a few files that can move from one machine to another.
 
 An entry is a folder of Triton's cache: a binary, its metadata and its intermediate representations. A launch does not
-read those in `_DROPPED`, so they are not packed. A group file of Triton lists the absolute paths of the other files;
-unpacking rewrites these paths, because the next machine may use another folder. Unreadable files are not packed, so
-Triton compiles them again.
+read the files with a suffix in `_DROPPED`, so they are not packed. A group file of Triton lists the absolute paths of
+the other files; unpacking rewrites these paths, because the next machine may use another folder. If a part is damaged,
+the rest of it is not unpacked, and Triton compiles those kernels again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _compiled_at(entry: Path) -> float:
 
 
 def _compressed(entry: Path) -> bytes:
-    """Return one entry as a gzip member with a piece of a tar file. Concatenated members are a valid file."""
+    """Return one entry as a tar archive in a gzip member. A part is several such members, concatenated."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in sorted(entry.iterdir()):

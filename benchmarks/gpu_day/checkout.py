@@ -1,4 +1,4 @@
-"""Find the packages of this checkout, and hash the files that a row depends on."""
+"""Find the packages of this checkout, and hash the sources that a measured row depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def python_path(*more: str) -> str:
 
 
 def pretend_installed(folder: Path, version: str) -> str:
-    """Write metadata of this checkout into `folder`, and return it. On sys.path, it gives our code its version."""
+    """Write package metadata with `version` into `folder`, and return the folder.
+
+    With this folder on sys.path, our code finds its version as if it were installed.
+    """
     metadata = folder / "flashpoint-0.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: {version}\n")

@@ -88,7 +88,7 @@ def _off(answer: Tensor, cache: Cache) -> float:
 
 
 def _ours(_task: Decode, cache: Cache) -> Call:
-    """Return our call, with result (B, Hq, D). It reads lengths on the host and does not wait for the device."""
+    """Return a call of our kernels with result (B, Hq, D). Lengths are on the CPU, so it does not wait for the GPU."""
     paging: dict[str, Any] = {}
     if cache.table is not None:
         paging = {"block_table": cache.table, "kv_lengths": torch.tensor(cache.lengths.tolist())}

@@ -1,7 +1,7 @@
-"""The measured device: only this module of `make gpu` uses CUDA.
+"""The measured device (`Cuda`), and samples of its clock rates (`Clocks`).
 
-A guarded process gets a copy of the `Cuda` object. Tests replace `Cuda` with an object that has small shapes and known
-figures.
+Each process that `guard.Guard` starts gets a copy of the `Cuda` object. Tests replace this object with one that has
+small shapes and returns fixed times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Cuda:
         return is_lost(self.name)
 
     def measure_peaks(self, dtype: str) -> None:
-        """Measure the peaks for `measure` once per process. Call it before torch is deterministic, or cuBLAS fails."""
+        """Measure the device's peak FLOP/s and bandwidth, which `measure` needs, once per process.
+
+        Call it before torch's deterministic mode is on: cuBLAS fails in this mode.
+        """
         from flashpoint_kernels.timing.clock import Slices
         from flashpoint_kernels.timing.device import find_peaks
 
@@ -98,7 +101,7 @@ class Cuda:
         shared = compiled.metadata.shared
         fitting = [
             REGISTERS // (max(registers, 1) * threads),
-            properties.shared_memory_per_multiprocessor // max(shared + 1024, 1),  # the system takes 1 KiB a program
+            properties.shared_memory_per_multiprocessor // max(shared + 1024, 1),  # CUDA reserves 1 KiB a program
             properties.max_threads_per_multi_processor // threads,
         ]
         sizes = {"registers": registers, "spills": spilled, "shared_bytes": shared}
@@ -143,7 +146,7 @@ class Clocks:
         Thread(target=self._read, name="clocks", daemon=True).start()
 
     def since(self, begin: float) -> dict[str, list[float]]:
-        """Return [least, most] of each field since `begin` (time.monotonic); without newer samples, of the last one."""
+        """Return [least, most] of each field in the samples since `begin` (time.monotonic), or in the last sample."""
         samples = list(self._samples)
         recent = [values for at, values in samples if at >= begin] or [values for _, values in samples[-1:]]
         if not recent:

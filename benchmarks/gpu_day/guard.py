@@ -84,7 +84,7 @@ class Guard:
 class Pool:
     """Guards that run in parallel. They compile and run smoke tests, but never time anything.
 
-    A thread keeps its guard, because a process is killed when its parent thread ends (`die_with_parent`).
+    Each thread has its own guard, because a process is killed when the thread that started it ends (`die_with_parent`).
     """
 
     def __init__(self, device: Cuda, processes: int) -> None:

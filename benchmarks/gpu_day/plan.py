@@ -9,22 +9,23 @@ from typing import Any, NamedTuple
 
 from flashpoint_kernels.timing.case import Case, CaseDirection, preset
 
-# The fields of the environment that a row's figures depend on, and the folders whose hashes these fields contain.
+# The fields of the environment that a row's figures depend on: one list for tasks of other packages, one for our tasks.
 OF_PEERS = ("device", "torch", "measuring")
 OF_OURS = (*OF_PEERS, "triton", "sources")
+# The folders that the fields `sources`, `measuring` and `tests` of the environment have hashes of.
 SOURCES = ("contract", "kernels/flashpoint_kernels")
 MEASURING = ("kernels/flashpoint_kernels/timing", "benchmarks/gpu_day")
 TESTS = ("tests/kernels", "tests/support/kernels")
 
 OURS = ("triton", "torch", "tiled")
 PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
-# The peers in the order of their timings in the stage `table`: first those that decide `report.levels`.
+# The packages that the stage `table` times beside ours, in this order: first those that `gpu_report.levels` needs.
 DECISIVE = ("sdpa_flash", "sdpa_cudnn")
 OTHERS = ("flash_attn", "flash_attn_3", "flashinfer", "xformers", "sdpa_efficient", "sdpa_math")
 DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
 PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
 WIDEST_HOPPER_BACKWARD = 128  # the path for Hopper has no gradients for larger head dimensions than this
-FLEX_SECONDS = 150.0  # FlexAttention compiles for up to a minute
+FLEX_SECONDS = 150.0  # time limit of a task with FlexAttention, which compiles for up to a minute
 
 # Tiles (queries, keys) of the stage `sweep`; each runs with several numbers of warps and stages.
 SWEEP = {
@@ -35,9 +36,9 @@ SWEEP = {
     "backward_q": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
     "backward_q_hopper": ((128, 128), (128, 64)),
 }
-# Tiles that run right after the shipped tile. With these tiles of the forward, two programs fit on a multiprocessor,
-# and one computes while the other is in its softmax. The tile 64 × 128 of dK and dV spills, but takes a quarter fewer
-# instructions per score.
+# Promising tiles, which the stage `sweep` times right after the shipped tile. With these tiles of the forward, two
+# programs fit on a multiprocessor, and one computes products while the other computes its softmax. The tile 64 × 128
+# of dK and dV spills registers, but takes a quarter fewer instructions per score.
 EAGER = {
     ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
     ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 4, 2)),
@@ -55,8 +56,8 @@ def papers_cases() -> list[Case]:
 class Sizes:
     """The measured shapes. The tests of this procedure use small ones."""
 
-    tokens: int = 16384  # batch·seq and heads·D of the grid of shapes that the papers of FlashAttention 2 and 3 use
-    width: int = 2048
+    tokens: int = 16384  # batch·seq, as in the papers of FlashAttention 2 and 3
+    width: int = 2048  # heads·D, as in these papers
     dims: tuple[int, ...] = (128, 64, 256)
     seqs: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
     first: tuple[int, ...] = (4096, 16384)  # lengths of the stage `first`, with head dimension dims[0]
@@ -103,7 +104,7 @@ class Smoke(Task):
 
 @dataclass(frozen=True)
 class Timed(Task):
-    """A case of the timing package. `deterministic`: torch's mode. `hopper`: our kernels take the path for Hopper."""
+    """Time one case. `deterministic` turns on torch's deterministic mode; `hopper` uses our kernels for Hopper."""
 
     case: Case
     deterministic: bool = False
@@ -160,7 +161,7 @@ class Trial(Task):
 
     @property
     def name(self) -> str:
-        """Return the name of the kernel in a Config."""
+        """Return the field of `Config` that has this kernel's tile."""
         return self.kernel.removesuffix("_hopper")
 
     @property
@@ -231,7 +232,8 @@ SERVING_TESTS = (
     *(f"test_{name}.py" for name in ("wide_heads", "quantization", "pages", "block_masks")),
     "triton_backend/kernels/test_blocks.py",
 )
-# The serving tests that run kernels; the other serving tests check refusals, costs and functions that make masks.
+# An expression for pytest's -k that selects the serving tests that run kernels. The others check refusals, costs and
+# functions that make masks.
 KERNELS_OF_SERVING = (
     "(answers or 8_bit_keys or first_columns or each_form or every_pair or one_head or stand_for or among_others or "
     "not_read or without_a_block or neighbours or those_of_the_keys or share_a_call or runs_again or no_page) "
@@ -252,8 +254,8 @@ SUITES = {
         Suite("judge", ("test_judged.py",), {"FLASHPOINT_HOPPER": "0"}, seconds=300),
         Suite("judge_hopper", ("test_judged.py",), {"FLASHPOINT_HOPPER": "1"}, "ours or our_kernels", seconds=300),
     ),
-    # The instrumented kernels compile for a minute or more at D 64 (46 s for the forward, 60 s and 22 s for the
-    # gradients).
+    # The long limit is for compilation: at D 64, the instrumented kernels compile for 46 s (forward), and for 60 s and
+    # 22 s (gradients).
     "races": tuple(
         Suite(f"hopper_races_{direction}", ("test_hopper_races.py",), _CONSAN, direction, seconds=300)
         for direction in PASSES
@@ -262,7 +264,10 @@ SUITES = {
 
 
 def first(sizes: Sizes, hopper: bool) -> list[Group]:
-    """Return forwards, then backwards, at the first head dimension and two lengths: our kernels and three of torch."""
+    """Return the tasks that time forward, then backward, of our kernels and three SDPA backends of torch.
+
+    They use the first head dimension and two lengths.
+    """
     peers = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
     return [Group([task for point in _first_points(sizes) for task in _beside(sizes, hopper, peers, *point)])]
 
@@ -283,7 +288,10 @@ def sweep(sizes: Sizes, hopper: bool) -> list[Group]:
 
 
 def table(sizes: Sizes, hopper: bool) -> list[Group]:
-    """Return all head dimensions and lengths, causal or not, both passes; grouped heads only at the first dimension."""
+    """Return tasks for all head dimensions and lengths, causal or not, forward and backward.
+
+    Only the first head dimension is also timed with grouped heads.
+    """
     points = [
         (direction, dim, causal, group, seq)
         for dim, direction, causal, group, seq in product(sizes.dims, PASSES, (False, True), (1, 8), sizes.seqs)
@@ -299,7 +307,7 @@ def table(sizes: Sizes, hopper: bool) -> list[Group]:
 
 
 def papers(sizes: Sizes, hopper: bool) -> list[Group]:
-    """Return the tables that the papers print, with our kernels by the general path and by the path for Hopper."""
+    """Return tasks for the tables of the FlashAttention papers. Our kernels run without and with the Hopper path."""
     return [Group([task for case in sizes.papers() for task in _paths(case, hopper)])]
 
 
@@ -313,7 +321,7 @@ def decode(sizes: Sizes, _hopper: bool) -> list[Group]:
 
 
 def flex(sizes: Sizes, _hopper: bool) -> list[Group]:
-    """Return FlexAttention at the eight points of the stage `first`; it compiles again for each point."""
+    """Return tasks that time FlexAttention at the eight points of the stage `first`. It compiles for each point."""
     return [Group([Timed(_case(sizes, "flex", *point)) for point in _first_points(sizes)])]
 
 
@@ -352,7 +360,10 @@ def _case(sizes: Sizes, backend: str, direction: CaseDirection, dim: int, causal
 
 
 def _beside(sizes: Sizes, hopper: bool, peers: Sequence[str], direction: CaseDirection, *point: Any) -> list[Timed]:
-    """Return our kernels and `peers` at a point; for gradients, also SDPA's flash backend in the deterministic mode."""
+    """Return tasks for our kernels and `peers` at `point` (head dimension, causal, group, length).
+
+    For gradients, also return one for SDPA's flash backend in torch's deterministic mode.
+    """
     tasks = [task for name in ("triton", *peers) for task in _paths(_case(sizes, name, direction, *point), hopper)]
     if direction == "backward":
         tasks.append(Timed(_case(sizes, "sdpa_flash", direction, *point), deterministic=True))
@@ -360,7 +371,7 @@ def _beside(sizes: Sizes, hopper: bool, peers: Sequence[str], direction: CaseDir
 
 
 def _paths(case: Case, hopper: bool) -> list[Timed]:
-    """Return the case, and our kernels also by the path for Hopper, if this path supports the case."""
+    """Return a task for the case and, if our kernels' path for Hopper supports it, one more for this path."""
     has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
     by_path = [Timed(case, hopper=True)] if hopper and has_path and case.backend == "triton" else []
     return [Timed(case), *by_path]

@@ -50,7 +50,7 @@ class Run:
         return True
 
     def measure_failures_again(self) -> None:
-        """Measure each key again if its newest row is bad."""
+        """Mark the keys whose newest row is bad, so that the stages measure them again."""
         self._anew = {key for key, row in self.done().items() if is_bad(row)}
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Run:
         return whole
 
     def done(self) -> dict[str, Row]:
-        """Return the newest row of each key in the current environment."""
+        """Return the newest row of each key in the current environment, except the keys to measure again."""
         newest = latest(current(self.record.rows, self.environment))
         return {key: row for key, row in newest.items() if key not in self._anew}
 

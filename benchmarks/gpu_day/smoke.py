@@ -1,7 +1,7 @@
 """Run a small problem with each kernel on this device, and check its answers against float64.
 
-A kernel of a check does not use the results of other kernels: the inputs of a gradient come from the float64 reference.
-So a wrong kernel fails only its own checks.
+A check of gradients takes o and lse from the float64 reference, not from the forward kernel. So a wrong forward kernel
+does not fail the checks of the gradients.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Check:
     kernels: tuple[str, ...]
     grads: tuple[str, ...] = ()  # empty: the check runs the forward
     hopper: bool = False
-    split: bool = False  # few queries, in packed blocks, over many keys
+    split: bool = False  # few queries over many keys, which the kernels divide among programs
     pages: bool = False
-    forks: bool = False  # sequences of one query share all pages except the last one
+    forks: bool = False  # all sequences share their pages of keys except the last page; each has one query
     keys: str | None = None  # the dtype of 8-bit keys and values
     mask: bool = False
     sinks: bool = False
     blocks: bool = False  # the check uses a block mask
-    dims: tuple[int, int] | None = None  # head dimensions of keys and of values; None: those of the device
+    dims: tuple[int, int] | None = None  # head dimensions of keys and of values; None: that of `device.sizes.smoke`
     repeats: bool = False  # repeated runs must return the same bits
     dtype: str = "bfloat16"
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
@@ -100,7 +100,7 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
 
 
 def path_of_hopper(use_hopper: bool) -> AbstractContextManager[Any]:
-    """Select the path for Hopper or the general path in our Triton backend."""
+    """Return a context in which our Triton backend uses its kernels for Hopper, or else its general kernels."""
     return mock.patch.dict(os.environ, FLASHPOINT_HOPPER=str(int(use_hopper)))
 
 

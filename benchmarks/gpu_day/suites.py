@@ -26,7 +26,8 @@ from benchmarks.gpu_day.record import Record
 from benchmarks.record import now
 
 CUT_OFF = 124  # the exit code if time ran out
-FRAME = "FLASHPOINT_GPU_FRAME"  # path of a JSON file: record, common fields of rows, known tests, device, time limit
+# This variable has the path of a JSON file: the record's path, common fields of rows, known tests, device, time limit.
+FRAME = "FLASHPOINT_GPU_FRAME"
 _MESSAGE = 600  # largest number of characters of a failure message
 
 
@@ -45,7 +46,7 @@ def run(
     suite: Suite, record: Path, row: dict[str, Any], known: list[str], device: str, processes: int, seconds: float,
     log: Path,
 ) -> int:  # fmt: skip
-    """Run the tests of a suite that are not `known`, and return pytest's exit code, 124 after `seconds`.
+    """Run the tests of a suite that are not `known`; return pytest's exit code, or CUT_OFF if `seconds` are over.
 
     `row` has the common fields of the rows. The output is appended to `log`. pytest loads no other installed plugins,
     and warnings are not errors: the project does not pin the device's packages.

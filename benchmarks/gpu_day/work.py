@@ -1,4 +1,4 @@
-"""Perform tasks in a guarded process. Only that process imports this module, because it imports torch."""
+"""Perform tasks in the process of a `guard.Guard`. Only such processes import this module, because it imports torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from flashpoint_kernels.triton_backend.host.calls import Call
 from flashpoint_kernels.triton_backend.host.config import config_for
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 
-_WRONG = 0.02  # A tile changes the order of sums: a few roundings of bfloat16. A larger error is a miscompilation
+# Largest relative difference from the shipped tile. Another tile adds in another order, which changes only the rounding
+# to bfloat16; a larger difference means that the compiler made a mistake.
+_WRONG = 0.02
 
 
 def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
@@ -127,7 +129,7 @@ def _time(device: Cuda, task: Trial) -> tuple[float, list[Tensor], dict[str, Any
     taken = device.milliseconds(run)
     try:
         made = device.occupancy(calls[0])
-    except Exception as error:  # Triton's releases rename what this reads: keep the time anyway
+    except Exception as error:  # a release of Triton may rename the attributes that `occupancy` reads: keep the time
         made = {"occupancy": f"{type(error).__name__}: {error}"[:200]}
     return median(taken), outputs, made
 

@@ -1,4 +1,4 @@
-"""A minimal Python HTTP server: an asyncio.BufferedProtocol on uvloop that runs the operator in the event loop.
+"""A minimal Python HTTP server: an asyncio.BufferedProtocol on uvloop that runs torch's operator in the event loop.
 
 `python bare_protocol.py PORT`
 """

@@ -1,4 +1,4 @@
-"""A BentoML service with raw bodies: an ASGI application is mounted in it. `bentoml serve bento_service:Attention`"""
+"""A BentoML service that mounts an ASGI application with raw bodies (op.py): `bentoml serve bento_service:Attention`"""
 
 from __future__ import annotations
 

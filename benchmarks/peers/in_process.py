@@ -37,7 +37,10 @@ def timed(
     call: Callable[[Tensors], object], threads: int, shape: tuple[int, ...], gradient: bool, count: int,
     side_by_side: bool = False,
 ) -> float:  # fmt: skip
-    """Return the seconds of `count` calls, one after another or on all cores; torch uses `threads` threads."""
+    """Return the seconds of `count` calls, each with `threads` threads of torch.
+
+    The calls run one after another or, with `side_by_side`, at the same time on all cores.
+    """
     names = ("q", "k", "v", "do") if gradient else ("q", "k", "v")
     generator = torch.Generator().manual_seed(0)
     inputs = {name: torch.rand(shape, generator=generator) for name in names}

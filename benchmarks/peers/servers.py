@@ -1,4 +1,4 @@
-"""The peers: packages, command, path and format of each.
+"""The peers, the servers that throughput.py compares with ours: packages, command, path and format of each.
 
 Each peer runs the operator with one torch thread, which is fastest for small calls and suits parallel calls. FastAPI
 also runs with one thread per core, which is faster for sequential large calls. `install` makes a separate environment
@@ -24,7 +24,8 @@ HERE = Path(__file__).resolve().parent
 CONSTRAINTS = HERE.parent.parent / "constraints.txt"
 ENVIRONMENTS = Path(tempfile.gettempdir()) / "flashpoint-peers"
 PYTRITON_SYSTEM = "/usr/bin/python3"
-FIRST_CALLS = (Case(16, False), Case(16, True))  # a peer may start the models of both calls one after another
+# A peer has started when it answers both calls: it may start the models for forward and gradient one after another.
+FIRST_CALLS = (Case(16, False), Case(16, True))
 
 
 class Peer(NamedTuple):
@@ -61,8 +62,8 @@ PEERS = (
         "NVIDIA Triton server", "python {here}/triton_app.py {port} {port1}", OIP_BINARY,
         lambda case: f"/v2/models/attn{'_grad' if case.gradient else ''}/infer",
         ("nvidia-pytriton==0.7.0",), "pytriton",
-        # The Python stub of Triton's server is an early 3.11 and fails with a later standard library: that of a
-        # distribution's 3.11.2 works, that of 3.11.7 does not.
+        # The Python stub of Triton's server was built with an early Python 3.11, and fails with the standard library of
+        # a later one: that of 3.11.2 works, that of 3.11.7 does not.
         python=PYTRITON_SYSTEM,
     ),
     Peer(
