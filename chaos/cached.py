@@ -18,11 +18,11 @@ from chaos.world import World
 
 WHOLE = STAGES.index("the whole request")
 TOKENS = 300  # tokens of an interrupted write: 75 KiB of k and 75 KiB of v
-CHUNK = 1024  # tokens; a layer allocates memory in units of these
+CHUNK = 1024  # number of tokens in the unit by which a cache's layer allocates memory
 EACH = 2 * CHUNK  # tokens that each cache reserves when caches fill the memory
 TTL = 0.3  # seconds until a cache without use expires
 EXPIRES = 60.0  # timeout in seconds for an unused cache to expire
-SHORT = 3.0  # timeout in seconds for creating a cache: at first there may be no engine
+SHORT = 3.0  # timeout in seconds for creating a cache: the engine may still be starting after an earlier fault
 LASTS = (0.1, 0.6)  # range of seconds that a fault lasts
 
 
@@ -112,7 +112,7 @@ def expire(world: World) -> str | None:
         return f"while a body came, {codes[-1]}" if slowly else f"between calls, {codes[-1]}"
 
 
-# Helpers for the caches of these callers
+# Helpers of the faults above
 
 
 @contextlib.contextmanager
@@ -128,7 +128,11 @@ def _cache(world: World, owner: str, **options: object) -> Iterator[HeldCache | 
 
 
 def _made(world: World, owner: str, made: list[HeldCache], **options: object) -> Answer | None:
-    """Ask twice for a cache with one idempotency key: one cache is made. Another key's quota must not refuse it."""
+    """Create a cache, append it to `made`, and return the last answer.
+
+    The request is sent twice with one idempotency key. Record a violation if this makes two caches, or if an API key
+    without a quota (any `owner` but SMALL) gets key_limit.
+    """
     life = world.service.life()
 
     def heard(answer: Answer) -> None:
@@ -157,7 +161,7 @@ def _deleted(world: World, owner: str, cache: HeldCache) -> None:
 
 
 def _write(world: World, cache: HeldCache) -> Request:
-    """Return a request that writes tokens, alone or with attention."""
+    """Return a request that writes TOKENS tokens to a random layer of the cache, alone or with an attention call."""
     tokens = world.rng.standard_normal((2, 1, TOKENS, KV_HEADS, DIM), dtype=np.float32)
     layer = int(world.rng.integers(LAYERS))
     if world.rng.integers(2):
@@ -167,7 +171,7 @@ def _write(world: World, cache: HeldCache) -> Request:
 
 
 def _heard(world: World, request: Request, owner: str, what: str) -> None:
-    """Send a request, and compare its answer with the model; record a difference as a violation."""
+    """Send a request, and compare its answer with the numpy model of the cache; record a difference as a violation."""
     answer = _settled(world, request, owner, PATIENCE)
     if answer is None or answer.status in (429, 503, 504):
         return

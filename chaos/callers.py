@@ -91,7 +91,7 @@ def send(
 
 
 class Book:
-    """Records the outcome of every call, all questions, and the ids of caches by key."""
+    """Records the outcome of every call, all questions, and the ids of caches by the API key that owns them."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
@@ -195,7 +195,7 @@ class Caller(threading.Thread, ABC):
     def call(self, ask: Callable[[], str]) -> str:
         """Call `ask`, record the outcome, and return the kind of outcome.
 
-        `ask` returns the same as `Asker.ask`, or raises an error of the SDK.
+        `ask` returns the code of a refusal, or "" for a right answer, or raises an error that `failure` classifies.
         """
         began, opened, kind, detail = time.monotonic(), self.opened, "right", ""
         try:
@@ -271,7 +271,10 @@ class Asker(Caller):
 
 
 class Plain(Asker):
-    """A caller that uses one connection of http.client for many calls. Several callers' answers have the same size."""
+    """A caller that uses one connection of http.client for many calls.
+
+    Its answers have the same size as those of other callers, so that only the bytes show whether two were swapped.
+    """
 
     headers: Mapping[str, str] = MappingProxyType({})
 
@@ -306,7 +309,7 @@ class Deadline(Plain):
 
 
 class Launches(Plain):
-    """A caller of the reference backend, in float64 with the whole matrix: one launch at a time, never split."""
+    """A caller of the backend `reference`: each call is a single launch, which the engine does not split into parts."""
 
     def draw(self) -> Question:
         return draw(self.rng, "safetensors", grad=False, backend="reference", length=300, heads=2)
