@@ -35,7 +35,7 @@ def leave(world: World) -> str | None:
 
 
 def break_off(connection: socket.socket, head: bytes, body: bytes, stage: int, reset: bool) -> None:
-    """Send a request or read its answer up to `stage`, then close. With `reset`, closing the connection sends RST."""
+    """Send a request, and read its answer, up to STAGES[stage] only. With `reset`, closing `connection` sends RST."""
     size, total = len(body) // 3, len(body)
     if b"safetensors" in head:
         size = 8 + int.from_bytes(body[:8], "little")
@@ -85,7 +85,7 @@ def fall_silent(world: World) -> str | None:
 
 
 def _several_mib(world: World) -> Question:
-    """Return a question of several MiB. All elements of its answer have one value, which only this caller has."""
+    """Return a question of several MiB. Each element of the right answer is the same random number of this call."""
     value = float(world.rng.integers(1, 1 << 20))
     q, k = np.zeros((1, 4, 4096, 64), np.float32), np.zeros((1, 4, 1, 64), np.float32)
     question = safetensors({"q": q, "k": k, "v": np.full_like(k, value)}, {}, "/attention")

@@ -1,7 +1,8 @@
-"""A model of caches in numpy, and requests that change or read the caches.
+"""A numpy model of the service's KV caches, and requests that change or read the caches.
 
-A request carries an Idempotency-Key: a caller may repeat the request until an answer comes, and the request takes
-effect once. `Request.heard` compares an answer with the model, and updates the model as the service must have done.
+A POST request carries an Idempotency-Key: a caller may repeat the request until an answer comes, and it takes effect
+once. `Request.heard` compares an answer with the model, and makes the same change to the model as the request made to
+the caches.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-5
 
 @dataclass(eq=False)
 class HeldCache:
-    """A cache. `layers` are k and v, (2, n, Hk, D); it cannot expire before `earliest`, in `time.monotonic` seconds."""
+    """The model of one cache: `layers` has k and v of each layer, (2, n, Hk, D).
+
+    The cache cannot expire before `earliest`, in `time.monotonic` seconds.
+    """
 
     id: str
     life: Life
     ttl: float
     earliest: float
     layers: list[np.ndarray] = field(default_factory=lambda: [empty() for _ in range(LAYERS)])
-    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # writes to this cache alone
+    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # latest writes to this cache alone
     last: Request | None = None
 
     @property
@@ -51,9 +55,9 @@ class HeldCache:
 class Request:
     """A request of a caller. `unsure`: an attempt may have taken effect, although no answer has come.
 
-    `refused`, if given, returns whether an error code is right; then every other answer is wrong. If `uses`, the
-    request restarts the time to live of `caches`; if `frees`, it ends these caches. `ttl` is the time to live, in
-    seconds, of the caches that the request makes.
+    If `refused` is given, the service must refuse the request, and `refused` returns whether an error code is right. If
+    `uses`, the request restarts the time to live of `caches`; if `frees`, it deletes these caches. `ttl` is the time to
+    live, in seconds, of the caches that the request makes.
     """
 
     method: str
@@ -92,7 +96,7 @@ def asks(
 
 
 def carries(tensors: dict[str, np.ndarray], options: dict[str, Any], path: str, heard: Any, **how: Any) -> Request:
-    """Return a request with tensors."""
+    """Return a POST request with `tensors` and `options` in safetensors, and with an Idempotency-Key."""
     question = safetensors({n: np.ascontiguousarray(t) for n, t in tensors.items()}, options, path)
     headers = {"Content-Type": question.headers["Content-Type"], "Idempotency-Key": secrets.token_hex(12)}
     return Request("POST", path, question.body, headers, 200, heard, **how)
@@ -102,7 +106,7 @@ def carries(tensors: dict[str, np.ndarray], options: dict[str, Any], path: str, 
 
 
 def append(cache: HeldCache, layer: int, tokens: np.ndarray, at: int | None) -> Request:
-    """Return a request that appends `tokens`, k and v (2, n, Hk, D), or writes them at `at`."""
+    """Return a request that appends `tokens`, k and v (2, n, Hk, D), or writes them at position `at`."""
 
     def heard(answer: Answer) -> None:
         wrote(request, [cache], layer, tokens[:, None], None if at is None else [at])
@@ -189,11 +193,11 @@ def delete(caches: Sequence[HeldCache]) -> Request:
     return asks("POST", "/caches/delete", document, 204, heard, caches=caches, frees=True)
 
 
-# Functions that update and read the model
+# Functions that update and read the caches' model
 
 
 def wrote(request: Request, caches: Sequence[HeldCache], layer: int, tokens: np.ndarray, at: list[int] | None) -> None:
-    """Write `tokens` (2, B, n, Hk, D) to the model, unless this request has already written them."""
+    """Write `tokens` (2, B, n, Hk, D) to the model of `caches`, except where `request` has already written them."""
     for number, cache in enumerate(caches):
         if cache.last is request:
             continue

@@ -2,7 +2,7 @@
 
 If an answer is lost, the caller sends the call again with its idempotency key until an answer comes. Other outcomes:
 
-refused     memory or a quota does not suffice; the model does not change
+refused     the service has no memory or capacity for the call; the model does not change
 410         the cache expired, or its engine ended: `HeldCache.life` and `earliest` show whether that is possible
 404         the cache was deleted, belongs to another key, or the service was restarted
 """
@@ -20,9 +20,9 @@ from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, HeldCache, Request
 from chaos.keys import OWNERS
 from chaos.service import Life
 
-MOST = 4  # largest number of a caller's caches
-LONG = 1030  # number of tokens of a long write, which needs several chunks in two layers
-TTL = 600.0  # seconds, the service's default
+MOST = 4  # a caller with this many caches creates no more
+LONG = 1030  # tokens of a long write; a layer allocates memory in chunks of 1024 tokens, so this needs two
+TTL = 600.0  # default time to live of a cache in seconds, as in the service
 SHORT = (0.2, 3.0)  # range of the time to live, in seconds, of caches that expire
 GONE = 5.0  # timeout in seconds for an engine to end after it has closed its sockets
 NOT_BEGUN = {"queue_full", "key_limit", "cache_memory", "not_ready", "draining", "body_timeout"}
@@ -34,16 +34,16 @@ CALLS = {
 
 
 class Holder(Caller):
-    """A caller with a few caches."""
+    """A caller that makes a few caches, and writes, reads and deletes them."""
 
     owner = OWNERS[0]
 
     def __init__(self, name, load, rng):
         super().__init__(name, load, rng)
         self.caches: list[HeldCache] = []
-        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # each with the error code to expect for it
+        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # each with the error code of later calls
         self.request: Request | None = None
-        self.later: Request | None = None  # a request to repeat when there is memory again
+        self.later: Request | None = None  # the request to repeat after a deletion that frees memory for it
         self.resting = False
 
     # Make one call
@@ -87,7 +87,7 @@ class Holder(Caller):
             self.request = None
             return ""
         if code == "cache_lost" and request.unsure and request.ttl and time.monotonic() >= request.first + request.ttl:
-            self.request = None  # since then, the caches that the request made or named have expired
+            self.request = None  # the caches that the first attempt made or named have expired
             self.caches = [cache for cache in self.caches if cache not in request.caches]
             return code
         if code in ("cache_lost", "cache_not_found"):
@@ -112,7 +112,10 @@ class Holder(Caller):
                 self.end(cache, "cache_not_found")
 
     def make_room(self, request: Request) -> None:
-        """Delete another cache, or the caches that an unsure request writes, so that its effect no longer matters."""
+        """Make the next request delete another cache of this caller.
+
+        If there is none and `request` may have taken effect, delete its caches, whose state is not known.
+        """
         others = [cache for cache in self.caches if cache not in request.caches]
         if others:
             self.request, self.later = held.delete([others[int(self.rng.integers(len(others)))]]), self.request
@@ -120,7 +123,7 @@ class Holder(Caller):
             self.request = held.delete(list(request.caches))
 
     def give_up(self, request: Request) -> None:
-        """Delete the caches of the request, because after a wrong answer their model is invalid."""
+        """Make the next request delete the caches of `request`: after a wrong answer their model is invalid."""
         self.request = held.delete(list(request.caches)) if request.caches and not request.frees else None
 
     def lose(self, request: Request, code: str, answer: Answer) -> None:
@@ -162,7 +165,7 @@ class Holder(Caller):
         self.leave()
 
     def probe(self) -> str:
-        """Create a cache, use it, and delete it."""
+        """Create a cache, use it, and delete it. Return "right", or the first other kind of outcome."""
         steps = (
             lambda: self.create(count=1), lambda: self.append(self.caches[-1]), lambda: self.attend(self.caches[-1]),
             lambda: self.read(self.caches[-1]), lambda: self.export(self.caches[-1]),
@@ -260,7 +263,7 @@ class Holder(Caller):
         return held.delete([cache])
 
     def again(self, cache: HeldCache) -> Request | None:
-        """Return the last write again: the service gives the same answer, and writes nothing."""
+        """Return the last write, to be repeated: the service must give the same answer, and write nothing."""
         request = cache.last
         if request is None or any(each.last is not request or each not in self.caches for each in request.caches):
             return None
@@ -268,7 +271,7 @@ class Holder(Caller):
         return request
 
     def late(self, cache: HeldCache) -> Request | None:
-        """Return an older write again: the service answers 409, and writes nothing."""
+        """Return a write before the last, to be repeated: the service must answer `cache_stale`, and write nothing."""
         older = [request for request in cache.written if request is not cache.last]
         if not older:
             return None
@@ -297,7 +300,11 @@ class Holder(Caller):
         return held.asks("GET", f"/caches/{other}/tensors", None, 200, None, **never)
 
     def revisit(self, cache: HeldCache) -> Request | None:
-        """Return a request for an ended cache. Until its engine ends: 410 if the cache was lost, 404 if deleted."""
+        """Return a request for a cache that has ended.
+
+        The service must answer 410 if the cache was lost, or 404 if it was deleted. After the cache's engine has ended,
+        410 is also right; after a restart of the service, 404 is.
+        """
         if not self.ended:
             return None
         gone, code = self.ended[int(self.rng.integers(len(self.ended)))]
@@ -312,7 +319,7 @@ class Holder(Caller):
     # Helpers for the calls
 
     def of(self, life: Life) -> Life:
-        """Return `life`, as read before a call; if the engine has changed since then, return a life that is over."""
+        """Return `life`, read before a call, if the same engine still runs; otherwise a `Life` that is over."""
         now = self.load.service.life()
         return now if now == life else Life(-1, None)
 
@@ -326,7 +333,10 @@ class Holder(Caller):
         return self.rng.standard_normal((2, count, length, KV_HEADS, DIM), dtype=np.float32)
 
     def place(self, cache: HeldCache, layer: int) -> int | None:
-        """Return the place of a write: mostly None, which means the end; sometimes an earlier place in a long cache."""
+        """Return the position of a write: mostly None, which means the layer's end, sometimes a position near the end.
+
+        In a layer longer than 2·LONG it is always an early position, because a write removes all later tokens.
+        """
         length = cache.lengths[layer]
         if length > 2 * LONG:
             return int(self.rng.integers(LONG))
@@ -350,7 +360,7 @@ class ShortHolder(OtherHolder):
 
 
 def is_over(life: Life) -> bool:
-    """Return whether an engine is gone. Wait up to GONE, because it closes its sockets before it ends."""
+    """Return whether the engine has ended. Wait up to GONE seconds for it, because its sockets close earlier."""
     end = time.monotonic() + GONE
     while not life.over and time.monotonic() < end:
         time.sleep(0.01)

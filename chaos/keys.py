@@ -6,15 +6,15 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-LOAD = "load"  # the key of calls that name no other key
+LOAD = "load"  # the default key; callers and faults that make caches have other keys
 OWNERS = ("alice", "bob")  # keys of callers with caches
-SDK = "sdk"  # key of the caller with the client's caches
+SDK = "sdk"  # key of `SdkHolder`, the caller that uses the Python SDK's caches
 FILLER, SMALL = "filler", "small"  # keys of the faults that use caches
 QUOTA = 300_000  # largest number of bytes of caches that SMALL may hold
 
 
 def bearer(name: str) -> dict[str, str]:
-    """Return the Authorization header with a key."""
+    """Return the Authorization header with the key called `name`."""
     return {"Authorization": f"Bearer {key_of(name)}"}
 
 
@@ -31,5 +31,5 @@ def write() -> Path:
 
 
 def key_of(name: str) -> str:
-    """Return the secret text of a key."""
+    """Return the secret of the key called `name`."""
     return f"chaos-{name}-of-no-value"

@@ -46,7 +46,10 @@ class Load:
         return [caller.name for caller in self.callers if not caller.idle.wait(max(end - time.monotonic(), 0))]
 
     def probe(self, attempts: Callable[[], bool]) -> list[str]:
-        """Probe each caller while the load is paused, again after refusals while `attempts()`. Return the failures."""
+        """Call `probe` of each caller, while the load is paused. Return the failures, each with the caller's name.
+
+        A probe that is refused is repeated as long as `attempts()` is true.
+        """
         failed = []
         for caller in self.callers:
             while (kind := caller.probe()) == "refused" and attempts():

@@ -30,7 +30,7 @@ class Question:
     tensors: dict[str, np.ndarray]
     options: dict[str, Any]
     right: bytes = b""
-    answer: dict[str, np.ndarray] = field(default_factory=dict)  # the answer's tensors come in safetensors
+    answer: dict[str, np.ndarray] = field(default_factory=dict)  # tensors of a safetensors answer
 
 
 def safetensors(tensors, options, path):

@@ -21,7 +21,7 @@ from chaos.clients import head_of
 from chaos.questions import safetensors
 from chaos.world import World
 
-FEW = 3  # a fault leaves fewer free descriptors than this
+FEW = 3  # a fault leaves fewer descriptor numbers than this above the largest in use
 LITTLE = 16 << 20  # bytes of address space that a fault leaves above the current use
 LASTS = (0.1, 0.6)  # range of seconds that a fault lasts
 GIANTS = (
@@ -36,7 +36,7 @@ SLOTS = 12  # number of requests whose bodies remain incomplete, each with 8 MiB
 
 
 def few_descriptors_http(world: World) -> str | None:
-    """Leave no descriptors for new connections and for segments of staging memory."""
+    """Leave an HTTP process almost no descriptors for new connections and for segments of staging memory."""
     with world.breaking():
         return _limited(world, "http", resource.RLIMIT_NOFILE)
 
@@ -89,7 +89,10 @@ def _limit(world: World, pid: int, which: int) -> Iterator[None]:
 
 
 def _ask_giant(world: World) -> int | str:
-    """Send a request that needs new memory and a descriptor; return its status. The answer must be ones, 429 or 503."""
+    """Send a request that needs new memory and a descriptor. The answer must be ones, 429 or 503.
+
+    Return the status, or the name of the exception if the connection fails.
+    """
     rows = GIANTS[int(world.rng.integers(len(GIANTS)))]
     q, k, v = np.zeros((1, 1, rows, 32), np.float32), *np.ones((2, 1, 1, 1, 32), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
@@ -111,7 +114,7 @@ def _ask_giant(world: World) -> int | str:
 
 
 def fill_staging(world: World) -> str | None:
-    """Occupy all slots with incomplete bodies: other requests get 429. Then all slots must become free again."""
+    """Occupy all staging slots with incomplete bodies: other requests get 429. Then all slots must become free."""
     q, k, v = np.zeros((1, 4, 1 << 13, 64), np.float32), *np.zeros((2, 1, 4, 1, 64), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
     head = head_of(question)
@@ -120,14 +123,14 @@ def fill_staging(world: World) -> str | None:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(("127.0.0.1", world.service.port), timeout=10)
                 connections.enter_context(connection)
-                connection.settimeout(1)  # after a refusal, the service does not read the rest
+                connection.settimeout(1)  # after a refusal, the service reads no more, and `sendall` blocks
                 connection.sendall(head + question.body[: 1 << 16])
         world.wait(*LASTS)
     return f"{SLOTS} bodies begun"
 
 
 def fill_shm(world: World) -> str | None:
-    """Fill /dev/shm, and kill the JSON processes, so that one must start without free space."""
+    """Fill /dev/shm, and kill the JSON processes, so that their replacements must start without free space there."""
     if not world.service.contained:
         return None
     path = Path(f"/proc/{world.service.pid}/root/dev/shm/filled")

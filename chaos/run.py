@@ -19,7 +19,7 @@ from chaos.world import World
 
 Fault = Callable[[World], "str | None"]
 
-# The relative frequency of each fault. Faults that restart torch, which is slow, are rarer.
+# The relative frequency of each fault. Faults that end the engine are rare, because a new engine starts slowly.
 FAULTS: dict[Fault, float] = {
     clients.leave: 16, clients.read_slowly: 2, clients.write_slowly: 2, clients.fall_silent: 0.5,
     cached.leave_cached: 8, cached.fill_caches: 1, cached.fill_quota: 1, cached.expire: 2,
@@ -32,11 +32,11 @@ FAULTS: dict[Fault, float] = {
     resources.fill_staging: 2, resources.fill_shm: 0.7, resources.slow_down: 2, resources.move_clock: 4,
 }  # fmt: skip
 HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # a round has at most one of these
-A_ROUND = (6, 25)  # range of the number of faults; a fault starts while callers of the previous one still wait
+A_ROUND = (6, 25)  # range of the number of faults in a round; calls delayed by a fault may still wait at the next fault
 BETWEEN = (0.0, 0.15)  # range of seconds between faults
-CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # beginnings of metrics with a value for each engine
+CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # prefixes of samples of two metrics, one for each engine
 RECOVERY = 300.0  # timeout in seconds until the service is ready and answers every kind of question correctly
-QUIET = 60.0  # timeout in seconds until a service without load is idle: a codec may still write an unwanted answer
+QUIET = 60.0  # timeout in seconds until a service without load is idle: a JSON process may still encode an answer
 # Allowed growth of a process since the warm-up: a factor and an amount. The staging pool keeps slots that the warm-up
 # did not need, up to --staging-bytes; each slot has two descriptors.
 PRIVATE, DESCRIPTORS, THREADS = (1.3, 64 * MIB), (1.0, 128), (1.0, 2)
@@ -135,7 +135,7 @@ class Chaos:
         if ready is None:
             result.violations.append(f"not ready in {RECOVERY:g} s")
         probed = time.monotonic()
-        # With several HTTP processes, one process may report ready before another is ready.
+        # With several HTTP processes, one may report ready before another is ready. So repeat probes that are refused.
         again = self.service.workers > 1
         failed = self.load.probe(lambda: again and time.monotonic() < probed + RECOVERY)
         result.violations += [f"asked when it was ready: {what}" for what in failed]
@@ -171,7 +171,7 @@ class Chaos:
         wrong = []
         for role, now in by_role.items():
             if role not in self.baseline:
-                continue  # a JSON process that started later and is in its first round
+                continue  # JSON processes start when they are needed: there was none in the warm-up
             before = self.baseline[role]
             for name, (times, more) in (("private", PRIVATE), ("descriptors", DESCRIPTORS), ("threads", THREADS)):
                 if getattr(now, name) > getattr(before, name) * times + more:

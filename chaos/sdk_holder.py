@@ -1,6 +1,6 @@
-"""A caller that uses the client's caches, retries and idempotency keys.
+"""A caller that uses the caches, retries and idempotency keys of the Python SDK's `Client`.
 
-The client does not report whether a failed call took effect. After the failure, the cache must have either the complete
+`Client` does not report whether a failed call took effect. After the failure, the cache must have either the complete
 state before the call or the complete state after it. The caller checks this, and continues with another cache.
 """
 
@@ -20,7 +20,7 @@ from chaos.service import Life
 from flashpoint._calls.caches import Described
 from flashpoint._calls.service import Affinity
 
-MOST = 60  # number of tokens in a layer from which on a write overwrites earlier tokens
+MOST = 60  # a write to a layer of this length or more starts at an earlier token, and removes later tokens
 GONE = ("cache_lost", "cache_not_found")
 
 

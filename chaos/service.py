@@ -34,7 +34,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Life:
-    """A run of an engine; its caches end with it. `starts` counts service starts, each of which ends all ids."""
+    """One run of an engine process. Its caches are lost when it ends.
+
+    `starts` is the number of starts of the service so far. A start makes the ids of all earlier caches unknown.
+    """
 
     starts: int
     engine: psutil.Process | None
@@ -101,7 +104,7 @@ class Service:
         return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
 
     def caches(self, owner: str) -> list[dict] | None:
-        """Return the caches of a key; None if no answer comes."""
+        """Return the caches of the key called `owner`; None unless the service answers 200."""
         status, _, body = self._get("/caches", owner)
         return json.loads(body)["caches"] if status == 200 else None
 
@@ -115,7 +118,7 @@ class Service:
         return 0, Message(), b""
 
     def wait_ready(self, bound: float = START) -> float | None:
-        """Return the seconds until the service is ready and all its processes run; None after `bound` seconds."""
+        """Return the seconds until the service is ready and its HTTP and engine processes run; None after `bound` s."""
         began = time.monotonic()
         while (passed := time.monotonic() - began) < bound:
             if self.ready() and self.whole():
@@ -126,7 +129,10 @@ class Service:
     # Processes
 
     def roles(self) -> dict[str, list[psutil.Process]]:
-        """Return the processes of main (the supervisor, with several workers), http, engine and codec."""
+        """Return the processes by role: main, http, engine, and codec, which reads and writes JSON.
+
+        With several workers, main is the supervisor. With one worker, it is also the HTTP process.
+        """
         by_role: dict[str, list[psutil.Process]] = {"main": [], "http": [], "engine": [], "codec": []}
         with contextlib.suppress(psutil.NoSuchProcess):
             main = psutil.Process(self.pid)
@@ -151,10 +157,10 @@ class Service:
         return self._life
 
     def held(self) -> dict[str, Held]:
-        """Return the largest resources of a process by role, without connections of callers."""
+        """Return, by role, the largest use of each resource by a process. TCP connections are not in `descriptors`."""
         return {role: most([held(p) for p in processes]) for role, processes in self.roles().items() if processes}
 
-    # Its end
+    # End the service
 
     def discard(self) -> None:
         """Remove the temporary files of the service."""
@@ -178,7 +184,7 @@ class Service:
 
 
 def role_of(command: list[str]) -> str | None:
-    """Return a process's role from its command line; None for helper processes of the standard library."""
+    """Return a process's role from its command line; None for others, such as helpers of multiprocessing."""
     text = " ".join(command)
     words = {"flashpoint_server.cli.worker": "http", "engine.process": "engine", "faulty.engine": "engine"}
     words["codec_process"] = "codec"
