@@ -78,13 +78,13 @@ def _pack_torch(name: str, tensor: torch.Tensor) -> Packed:
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise invalid(name, "must be a dense tensor with memory of its own")
     whole = tensor.detach().cpu().resolve_neg().contiguous()
-    # Do not use reshape(-1): it keeps the stride of a tensor with one element.
+    # Not reshape(-1): for a tensor with one element it keeps the stride, and `view` needs a stride of 1.
     flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     return Packed(dtype, tuple(tensor.shape), flat.numpy().data)
 
 
 def to_numpy(name: str, value: Any) -> NDArray[Any]:
-    """Return `value` as a numpy array, under the same conditions as `pack`. A torch tensor on the CPU is not copied."""
+    """Return `value` as a numpy array; it shares memory with a contiguous CPU tensor. Raises errors as `pack` does."""
     if isinstance(value, np.ndarray) and value.dtype.isnative and value.dtype.name in ITEMSIZE:
         return value
     dtype, shape, data = pack(name, value)
@@ -101,7 +101,10 @@ def to_like(array: NDArray[Any], like: Array) -> Any:
 
 
 def unpack(buffer: NDArray[np.uint8], specs: Mapping[str, TensorSpec], like: Array) -> dict[str, Any]:
-    """Return the tensors in `buffer` as views: numpy arrays if `like` is one, else torch tensors on its device."""
+    """Return the tensors in `buffer`: numpy arrays if `like` is one, else torch tensors on its device.
+
+    They are views of `buffer`, except tensors that are not aligned or are on another device than the CPU.
+    """
     return {name: _unpack(buffer[spec.start : spec.stop], spec, like) for name, spec in specs.items()}
 
 

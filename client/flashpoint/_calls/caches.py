@@ -29,7 +29,7 @@ from flashpoint_contract.schemas import jsonwire
 
 
 class Described(NamedTuple):
-    document: Mapping[str, Any]  # from an answer
+    document: Mapping[str, Any]  # the description of a cache, from an answer
     affinity: Affinity
 
 

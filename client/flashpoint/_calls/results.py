@@ -1,4 +1,4 @@
-"""Results of the clients: the contract's models, which a notebook also shows as tables and pictures."""
+"""Results of the clients: models of `flashpoint_contract.schemas`, with tables and pictures for notebooks."""
 
 from __future__ import annotations
 

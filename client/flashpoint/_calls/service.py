@@ -34,9 +34,9 @@ DEFAULT: Any = object()  # stands for the client's own timeout, because None mea
 
 
 def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """Return an async version of a method whose result is that of its client's `_call`.
+    """Return an async version of `method`, which must return the result of a client's `_call`.
 
-    In `AsyncClient`, `_call` returns a coroutine; the async version awaits it.
+    `AsyncClient._call` returns a coroutine, which the async version awaits.
     """
 
     @wraps(method)
@@ -48,13 +48,13 @@ def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
 
 
 class CallSender(Protocol):
-    """A blocking client, as objects that it returned use it to send their calls: a `Cache`, a benchmark run."""
+    """The method of a blocking client that its results, such as `Cache` and `BenchmarkRun`, use to send calls."""
 
     def _call(self, call: Call[R], /) -> R: ...
 
 
 class AsyncCallSender(Protocol):
-    """An asyncio client, as objects that it returned use it to send their calls."""
+    """The method of an asyncio client that its results, such as `AsyncCache`, use to send calls."""
 
     async def _call(self, call: Call[R], /) -> R: ...
 
@@ -67,7 +67,7 @@ class Affinity:
 
 
 class HeldCache:
-    """The attributes of a KV cache on a server that a call needs."""
+    """A KV cache on a server: the attributes that calls need."""
 
     id: str
     lengths: list[int]  # of the layers, from the latest answers
@@ -113,7 +113,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Call(Generic[R]):
-    """One call, which may be sent several times."""
+    """A call of an HTTP endpoint: its request, how to read its answer, and when to repeat it."""
 
     method: str
     path: str
@@ -127,7 +127,7 @@ class Call(Generic[R]):
     affinity: Affinity | None = None  # of the caches that the call uses
     instead: Callable[[FlashpointError], Call[R] | None] = lambda _: None  # the call to send at once after this error
     ignored: Callable[[FlashpointError], bool] = lambda _: False  # whether the result is None after this error
-    reader: Callable[[], Reader] | None = None  # for an answer that is neither JSON nor a message
+    reader: Callable[[], Reader] | None = None  # for an answer that is neither JSON nor safetensors
 
     @property
     def size(self) -> int:
@@ -288,7 +288,7 @@ def message(
     tensors: Mapping[str, Any], options: AttentionOptions, references: Mapping[str, Any] | None = None,
     needed: Iterable[str] = REQUIRED["forward"],
 ) -> tuple[memoryview, ...]:  # fmt: skip
-    """Return the parts of a message with the tensors that are not None. Raises InvalidInputError.
+    """Return the parts of a safetensors message with the tensors that are not None. Raises InvalidInputError.
 
     The tensors `needed` must not be None. `references`: further options, which name caches or a saved forward.
     """
@@ -305,7 +305,7 @@ def message(
 
 
 def _beside_float64(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield an error for k, and for v, if its dtype or q's is float64 (numpy's default) and the other is not."""
+    """Yield (name, error text) for k and for v, if exactly one of its dtype and q's is float64, numpy's default."""
     q = dtypes.get("q", "")
     for name in ("k", "v"):
         dtype = dtypes.get(name, q)

@@ -121,7 +121,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         return result
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. With our own transport, bypass httpx's client, except for its cookies."""
+        """Send a request: by our own transport with the cookies of httpx's client, or else by httpx's client."""
         if self._own is None or self._http.is_closed:
             self._check_process()
             return await self._http.send(request, stream=True)

@@ -184,14 +184,14 @@ class Client(Attending, ClientSettings[httpx.Client]):
         return result
 
     def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. With our own transport, bypass httpx's client, except for its cookies."""
-        if self._own is None or self._http.is_closed:  # a closed httpx client raises the error
+        """Send a request: by our own transport with the cookies of httpx's client, or else by httpx's client."""
+        if self._own is None or self._http.is_closed:  # if httpx's client is closed, its `send` raises the error
             self._check_process()
             return self._http.send(request, stream=True)
         return self._with_cookies(self._own.handle_request(request), request)
 
     def _received(self, exchange: Exchange) -> Generator[None]:
-        """Make one attempt. Yield after each part of the answer that has arrived."""
+        """Make one attempt of a call. Yield after each part of the answer that has arrived."""
         response = self._send(exchange.request(self._http))
         try:
             exchange.begin(response)

@@ -35,7 +35,7 @@ class BenchmarkRun:
         """Yield the events of the benchmark until it has ended, beginning with those that have already happened.
 
         Only events later than `after`, the number of an event (`BenchmarkEvent.id`), are yielded. If the connection
-        breaks, the client connects again, and continues after the last event. Its `retries` is the largest number of
+        breaks, the client connects again, and continues after the last event. The client's `retries` limits the
         failures in a row.
         """
         return self._client._listen(self.id, after)

@@ -62,7 +62,7 @@ class _Freeing:
                 ended.set()
                 continue
             client, saved = ended
-            with contextlib.suppress(Exception):  # after an error, the forward's time to live frees it
+            with contextlib.suppress(Exception):  # after an error, the server frees the forward after its time to live
                 client._call(delete(saved, LONGEST))
             del client, saved, ended
 
@@ -87,7 +87,7 @@ class Lease:
         _freeing.start()  # start the thread here, because the destructor, which may run at any point, cannot
 
     def release(self) -> None:
-        """Queue the forward for the thread that frees. In a forked process do nothing: the parent frees the forward."""
+        """Let the thread free the forward soon. In a forked process do nothing: the parent frees the forward."""
         if (saved := self.saved) is not None and self._process == os.getpid():
             self.saved = None
             _freeing.free(self._client, saved)

@@ -30,7 +30,7 @@ from flashpoint.errors import (
 DEFAULT_URL = "http://localhost:8000"
 KEY_VARIABLE = "FLASHPOINT_API_KEY"
 TIMEOUT = 60.0  # seconds for a whole call
-LONGEST_TIMEOUT = 1_000_000  # seconds; the limit for the server's settings too, and near the longest wait on a socket
+LONGEST_TIMEOUT = 1_000_000  # seconds, as in the server's settings; poll() waits at most 2^31 ms (2.1 million s)
 RETRIES = 4
 FAILURES = (httpx.TransportError, FlashpointError)
 NOT_THERE = (OverloadedError, ConnectionFailedError)
@@ -74,7 +74,7 @@ class ClientSettings(Generic[Http]):
         return f"{type(self).__name__}({self.url!r})"
 
     def _connect(self) -> None:
-        """Make the httpx client, without a connection: `_http`. `_own` is its transport, unless the caller gave one."""
+        """Set `_http` to an unconnected httpx client, and `_own` to its transport, or to None if that is not ours."""
         raise NotImplementedError
 
     def __copy__(self) -> Self:
@@ -115,7 +115,7 @@ class ClientSettings(Generic[Http]):
             raise invalid(name, f"is missing: {why}; make a new client")
 
     def _check_process(self) -> None:
-        """Raise InvalidInputError if the caller's transport was used before a fork: it may share connections."""
+        """Raise InvalidInputError if the caller's transport was used before a fork: processes may share connections."""
         if isinstance(self._transport, _NO_SOCKETS):
             return
         self._process = self._process or os.getpid()

@@ -1,8 +1,8 @@
 """The autograd functions of `flashpoint.torch`, and torch's rules for autocast, transforms and random seeds.
 
-`save_for_backward` stores everything that a backward needs: also the seed of dropout, and a ticket, which is a tensor
-that stands for a forward saved on the server. So a checkpoint, which computes the forward again, replaces all of it,
-and torch's hooks see all of it.
+`save_for_backward` stores everything that a backward needs, including the seed of dropout and a ticket: a tensor that
+stands for a forward saved on the server. So activation checkpointing, which computes the forward again, replaces all
+of these tensors, and torch's hooks for saved tensors receive all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flashpoint_contract.tensors import INPUT_TENSORS, TENSORS
 
 R = TypeVar("R")
 
-_BATCHED = ("FuncTorchBatched", "Batched")  # made by torch.vmap, and by torch.autograd.grad(is_grads_batched=True)
+_BATCHED = ("FuncTorchBatched", "Batched")  # dispatch keys under torch.vmap, and autograd.grad(is_grads_batched=True)
 
 
 def without_compiling(function: Callable[..., R]) -> Callable[..., R]:
@@ -124,7 +124,7 @@ class Served:
         return getattr(self.client, name)
 
     def forward(self, seed: Tensor | None, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return o, lse and the ticket of the saved forward."""
+        """Return o, lse and the ticket of the saved forward; None in place of the ticket if it was not saved."""
         named = dict(zip(self.names, tensors, strict=True))
         save = {"save": True} if self.save else {}
         answer, self.meta = self.method("attention")(

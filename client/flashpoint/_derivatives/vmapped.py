@@ -46,7 +46,7 @@ class Fold:
 
 
 def batch_shape(tensors: Mapping[str, Numbers], lead: int) -> tuple[int, ...]:
-    """Return the lengths of the `lead` first axes."""
+    """Return the lengths of the first `lead` axes, broadcast over all tensors."""
     return np.broadcast_shapes(*(t.shape[:lead] for t in tensors.values()))
 
 
@@ -117,7 +117,10 @@ def _whole(name: str, shape: tuple[int, ...], rank: int, layout: str) -> tuple[i
 
 
 def _axis(name: str, layout: str, by_heads: bool) -> int:
-    """Return the axis of the heads, or of the sequences (in `thd`, of their rows). The tensor must have it."""
+    """Return the index of a tensor's axis of heads if `by_heads`, else of sequences (in `thd`, of their rows).
+
+    The tensor must have this axis.
+    """
     row = TENSORS[name]
     if row.has_columns:
         return (2 if layout == "bshd" else 1) if by_heads else 0
@@ -129,7 +132,7 @@ def _axis(name: str, layout: str, by_heads: bool) -> int:
 
 
 def _size(whole: Mapping[str, Numbers], layout: str, by_heads: bool) -> int:
-    """Return the number of heads, or of sequences, of one problem."""
+    """Return the number of heads of one problem if `by_heads`, else of its sequences."""
     if layout == "thd" and not by_heads:
         return int(whole["cu_seqlens_q"].shape[1]) - 1
     return int(whole["q"].shape[1 + _axis("q", layout, by_heads)])

@@ -160,7 +160,7 @@ class Connection:
         return bytes(view[: (yield from self._receive(view))])
 
     def _send(self, parts: Iterable[memoryview], reply: Reply) -> Steps[OSError | None]:
-        """Send until all is sent, or the server answers or closes. Return the error that stopped this, or None."""
+        """Send `parts`, but stop if the server answers or closes. Return the OSError that stopped this, or None."""
         for part in parts:
             rest = part
             while rest:

@@ -43,7 +43,7 @@ MOST_RETRY_AFTER = 1_000_000  # seconds; the longest timeout; a longer `Retry-Af
 PIECE = 256 * 1024
 
 REPLICA = "X-Flashpoint-Replica"
-# The path of a call at the end of a URL, where the user should give the server's root.
+# Finds the path of an endpoint at the end of the client's URL, which should be the server's root.
 _ENDPOINT = re.compile(r"/(attention(/grad)?|verify|benchmark|caches|saved|info|metrics|docs|v2|health(/\w+)?)/?$")
 _PROBLEM = "application/problem+json"  # the media type of every error of Flashpoint
 # An error of another media type comes from a proxy whose server died. Nginx answers 502, Ray Serve 500.
@@ -87,13 +87,13 @@ class Exchange:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._retries = retries
         self._failures = 0
-        self._failure: FlashpointError | None = None  # belongs to the last attempt
+        self._failure: FlashpointError | None = None  # error of the last attempt
         self._moved = False  # whether this exchange has sent the call again to the replica that holds its caches
         self._timeouts: dict[str, float | None] = {}
         self._status = 0
         self._headers: Mapping[str, str] = {}
         self._reader: Reader = Document()
-        self._url = httpx.URL()  # belongs to the last attempt
+        self._url = httpx.URL()  # URL of the last attempt
 
     def remaining(self) -> float | None:
         """Return the seconds until the deadline; None without one. Raises DeadlineExceededError if it has passed."""
@@ -155,7 +155,7 @@ class Exchange:
         return self._reader.space()
 
     def minimum(self, space: memoryview) -> int:
-        """Return how many bytes to wait for, unless the answer ends: one for events, otherwise the size of `space`."""
+        """Return how many bytes to wait for, if the answer goes on: 1 for server-sent events, else all of `space`."""
         return len(space) if self.call.reader is None else 1
 
     def filled(self, count: int) -> None:
@@ -239,7 +239,7 @@ class Exchange:
         delay = max(backoff(self._failures), error.retry_after or 0.0)
         self._failures, self._failure = self._failures + 1, error
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
-            raise error  # this error says more than a timeout
+            raise error  # no time is left for a retry; this error says more than a timeout
         return delay
 
 
@@ -257,7 +257,7 @@ def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str])
 
 
 def backoff(failures: int) -> float:
-    """Return the delay in seconds before retry `failures` (from 0): it doubles, times a random factor of 0.5 to 1."""
+    """Return seconds to wait: FIRST_DELAY doubled `failures` times, at most LONGEST_DELAY, times a random 0.5 to 1."""
     return min(FIRST_DELAY * 2.0 ** min(failures, 64), LONGEST_DELAY) * random.uniform(0.5, 1.0)
 
 
