@@ -1,4 +1,4 @@
-"""All settings of the service: a flag of `flashpoint serve`, a variable FLASHPOINT_<NAME> or a line of a file."""
+"""All settings of the service: flags of `flashpoint serve`, environment variables FLASHPOINT_<NAME>, or a file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token (RFC 6750), optionally with rights
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
-LONGEST = 1_000_000  # maximum seconds (eleven days): twice this in milliseconds fits in 31 bits, for TCP_USER_TIMEOUT
+# Maximum seconds of a setting (eleven days). The socket option TCP_USER_TIMEOUT is set to twice `body_timeout`, in
+# milliseconds, and must fit in 31 bits.
+LONGEST = 1_000_000
 
 _SIZE = re.compile(r"([1-9]\d*) ?(KiB|MiB|GiB)")
 _INTEGER = re.compile(r"[+-]?\d[\d_]*(\.0*)?")
 
 
 def _in_bytes(value: object) -> object:
-    """Return a size such as `4GiB` in bytes, and integers unchanged. Raises ValueError for other texts."""
+    """Return a text such as `4GiB` as a number of bytes; other types and integers as text are returned unchanged.
+
+    Raises ValueError for any other text.
+    """
     if not isinstance(value, str) or _INTEGER.fullmatch(value.strip()):
         return value
     if (size := _SIZE.fullmatch(value.strip())) is None:
@@ -44,7 +49,7 @@ Bytes = Annotated[int, Field(ge=1), _SIZED]
 
 
 class Settings(BaseSettings):
-    """The settings of the service. `Settings()` reads only variables; config.sources also reads flags and files."""
+    """The settings of the service. `Settings()` reads only environment variables; config.sources reads all sources."""
 
     model_config = SettingsConfigDict(
         env_prefix="FLASHPOINT_",

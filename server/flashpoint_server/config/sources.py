@@ -1,4 +1,4 @@
-"""Read the settings from flags, variables, a file of variables, a TOML file and the defaults.
+"""Read the settings from flags, environment variables, a file of variables, a TOML file and the defaults.
 
 The first source in this order that has a setting wins. Values of all sources are text and are parsed in the same way. A
 file is read only if it is named; a `.env` file in the current folder has no effect.
@@ -23,15 +23,15 @@ from flashpoint_server.config.settings import Settings
 PREFIX = "FLASHPOINT_"
 DEFAULT = "default"
 FILES = ("CONFIG", "ENV_FILE")  # names of the variables that contain paths of setting files
-# Minimum similarity of a misspelt variable to the variable of a setting. The shortest name with two swapped letters is
-# more similar; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is less similar.
+# Minimum similarity (0 to 1) between an unknown variable and a setting's variable to report it as misspelt. Two swapped
+# letters in the shortest name, FLASHPOINT_HOST, leave 0.933; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, has 0.77.
 _ALIKE = 0.93
 _OF_CLIENTS = ("API_KEY", "URL")
 _SECRET = ("api_keys", "cache_secret")
 
 
 class SettingError(Exception):
-    """Raised for invalid settings. `problems` has, for each, its source, the problem, and the setting's description."""
+    """Raised for invalid settings. `problems` has a tuple for each: its source, the problem, and a hint or None."""
 
     def __init__(self, problems: Iterable[tuple[str, str, str | None]]) -> None:
         self.problems = tuple(problems)
@@ -47,7 +47,7 @@ class Sourced(NamedTuple):
 
 
 def flag(name: str) -> str:
-    """Return the flag of a setting: `--queue-limit`."""
+    """Return the command-line flag of a setting, such as `--queue-limit` for `queue_limit`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -85,7 +85,7 @@ def _take(variables: Mapping[str, str], source: str, values: dict[str, str], sou
 
 
 def _file_source(name: str, path: Path | None, environment: Mapping[str, str]) -> str:
-    """Return the variable or the flag that named a file of settings."""
+    """Return the variable (such as FLASHPOINT_CONFIG) or the flag (`--config`) that set `path`, for error messages."""
     variable = PREFIX + name.upper()
     return variable if path is not None and environment.get(variable) == str(path) else flag(name)
 
@@ -153,7 +153,7 @@ def _about(name: str) -> str | None:
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (unknown variable, variable of a setting) for each unknown variable with a similar name."""
+    """Yield (unknown variable, setting's variable) for each unknown variable that resembles the one of a setting."""
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + name for name in FILES}
     for name in variables:
         upper = name.upper()  # names of settings are not case-sensitive
@@ -163,7 +163,7 @@ def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def as_environment(settings: Settings, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment in which `Settings()` has these values, for a child process. It contains the secrets."""
+    """Return an environment for a child process, where `Settings()` equals `settings`. It contains the secrets."""
     ours = {PREFIX + name.upper() for name in Settings.model_fields}
     others = {name: value for name, value in environment.items() if name.upper() not in ours}
     given = {PREFIX + name.upper(): _plain(value) for name, value in settings if value is not None}

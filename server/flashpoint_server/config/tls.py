@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-# These ciphers of TLS 1.2 have two properties that all of TLS 1.3 have: forward secrecy and authenticated encryption.
+# The ciphers of TLS 1.2 that have forward secrecy and authenticated encryption. All ciphers of TLS 1.3 have both.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
@@ -26,7 +26,10 @@ def context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLCont
 
 
 def load(into: ssl.SSLContext, cert: Path, key: Path | None) -> None:
-    """Use this certificate for new connections. Raises ValueError and then changes nothing."""
+    """Load the certificate and its key into the context `into`, for new connections.
+
+    Raises ValueError, and then leaves `into` unchanged.
+    """
 
     def no_password() -> str:
         raise ValueError(f"the key in {key or cert} has a password; give a key without a password")

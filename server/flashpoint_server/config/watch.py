@@ -14,8 +14,8 @@ _Stamp = tuple[int, int, int, int] | None  # None: the file does not exist
 class Watch:
     """Calls `changed` when one of `files` changes after this object was made.
 
-    A check follows symbolic links, because Kubernetes changes a Secret by replacing a link. The state of a file is
-    stored before the file is read: a file that is still being written is read again.
+    A check follows symbolic links, because Kubernetes changes a Secret by replacing a link. It stores the files' state
+    before `changed` reads them: if a file is still being written then, the next check calls `changed` again.
     """
 
     def __init__(self, files: Iterable[Path | None], changed: Callable[[], None]) -> None:

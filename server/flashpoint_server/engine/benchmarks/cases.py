@@ -1,4 +1,7 @@
-"""Make the cases of a benchmark request. This needs no torch, so HTTP processes can check the size of a request."""
+"""Make the cases of a benchmark request: each is one backend on one problem.
+
+This needs no torch, so HTTP processes can count the cases of a request before they accept it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from flashpoint_kernels.timing.case import OWN
 
 
 def cases_of(request: BenchmarkRequest, device: str, *, own_kernel: bool = False) -> list[Case]:
-    """Return the cases of a request on `device`. `own_kernel` adds a case with the caller's function to each problem.
+    """Return the cases of a request on `device`. With `own_kernel`, the caller's function also runs on each problem.
 
-    Raises ProblemError.
+    Raises ProblemError if the request is not valid, or names the caller's function (`OWN`) as a backend.
     """
     if OWN in request.backends:
         reason = "is a function of your own: flashpoint benchmark --kernel MODULE:FUNCTION times it"
@@ -25,7 +28,7 @@ def cases_of(request: BenchmarkRequest, device: str, *, own_kernel: bool = False
 
 def _named(request: BenchmarkRequest, device: str) -> list[Case]:
     if request.preset is None:
-        # The smaller preset names the backends that are useful on this device.
+        # If the request names no backends, use those of the preset `papers`: the ones that are useful on this device.
         backends = request.backends or dict.fromkeys(case.backend for case in preset("papers", device))
         return grid(
             [shape.model_dump() for shape in request.shapes],

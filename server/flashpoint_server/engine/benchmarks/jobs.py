@@ -2,9 +2,9 @@
 
     queued → running (a slice, then requests, then a slice …) → done, failed, cancelled → dropped
 
-While requests wait, they run four times as long as a slice before the next slice. So a benchmark takes at most a fifth
-of the device's time, and a request waits at most one slice for it. The next job belongs to the owner whose benchmarks
-have used the least time.
+After a slice, waiting requests run for four times the slice's duration. So while requests wait, benchmarks take at most
+a fifth of the device's time, and a request waits for at most one slice. The next job belongs to the owner whose
+benchmarks have used the least time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class _TimedJob:
 
 
 class BenchmarkJobs:
-    """The jobs of one device; a plugin of its scheduler. An ended job is stored for `keep` seconds."""
+    """The benchmark jobs of one device. The scheduler runs them as a `Plugin` (tasks.py).
+
+    An ended job is stored for `keep` seconds, but at most MOST_KEPT jobs: the oldest are dropped first.
+    """
 
     name = "a benchmark"
 
@@ -50,7 +53,7 @@ class BenchmarkJobs:
         self._running: _TimedJob | None = None
         self._in_slice: _TimedJob | None = None
         self._outcome: BenchmarkEvent | Exception | None = None
-        self._used: defaultdict[str, float] = defaultdict(float)  # used seconds by owner
+        self._used: defaultdict[str, float] = defaultdict(float)  # seconds that the slices of each owner have taken
         self._others_until = 0.0
         self.suspect = False
         self.active = False  # whether any job has not ended
@@ -65,7 +68,7 @@ class BenchmarkJobs:
             yield from job.news
 
     def hear(self, message: StartBenchmark | StopJob) -> list[JobNews]:
-        """Handle a message of an HTTP process."""
+        """Handle a message from an HTTP process. Return the messages to send to all HTTP processes."""
         match message:
             case StartBenchmark():
                 return self._open(message)
@@ -73,7 +76,7 @@ class BenchmarkJobs:
                 return self._stop(message.job)
 
     def _open(self, start: StartBenchmark) -> list[JobNews]:
-        """Queue a job. Its request has been checked."""
+        """Queue a job, whose request an HTTP process has checked. Return the messages about it."""
         request = BenchmarkRequest.model_validate_json(start.request)
         job = _TimedJob(start, local.slices(request, self._device, self._slice_ms))
         total = len(cases_of(request, self._device))
@@ -83,7 +86,7 @@ class BenchmarkJobs:
         return [*job.news, *self._drop_old()]
 
     def _stop(self, name: str) -> list[JobNews]:
-        """Cancel a job; a running slice ends first. Ignore a job that has ended."""
+        """Cancel a job; if it runs a slice, the slice ends first. Do nothing if the job has ended."""
         job = self._jobs.get(name)
         if job is None or job.ended is not None:
             return []
@@ -116,7 +119,7 @@ class BenchmarkJobs:
             self._others_until = time.monotonic() + OTHERS_SHARE * took
 
     def conclude(self) -> list[JobNews]:
-        """Return the messages after a slice. Set `suspect` if they contain a CUDA error."""
+        """Return the messages about the slice that `step` has run. Set `suspect` to whether they name a CUDA error."""
         news = self._concluded()
         self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in news)
         return news

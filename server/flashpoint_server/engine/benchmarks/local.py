@@ -1,7 +1,7 @@
-"""Verify, benchmark and describe the device in this process, for command lines without `--url`.
+"""Verify and benchmark attention, and describe the device, in this process: for commands without `--url`.
 
-The functions accept the same requests and return the same answers as a server. The command line finds them as entry
-points of `flashpoint.local`. This module needs torch.
+The functions accept the same requests and return the same answers as a server. The `flashpoint` command finds them
+through the entry point group `flashpoint.local`. This module needs torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Tell = Callable[[VerifyProgress], None]  # called before each block of a verific
 
 
 def benchmark(request: BenchmarkRequest, kernel: Kernel | None = None) -> Iterator[BenchmarkEvent]:
-    """Time a grid, and yield the events of a job as a server streams them. Raises ProblemError before the first event.
+    """Run a benchmark, and yield the events that a server would stream. Raises ProblemError before the first event.
 
     `kernel` is a function of the caller, which is also timed.
     """
@@ -100,7 +100,10 @@ def slices(
 
 
 def verify(request: VerifyRequest, device: str | None = None, progress: Tell | None = None) -> VerifyReport:
-    """Run a drawn problem on a backend, and check the answers. Raises ProblemError."""
+    """Run a random problem (see `draw`) on a backend, and report whether the answers are exact enough.
+
+    The report has the tensors of `request.direction`. Raises ProblemError.
+    """
     device, start = device or _device(), time.monotonic()
     options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
     verification = judge(draw(request, device), options, progress=_telling(progress))
@@ -125,9 +128,9 @@ class PackedBody(Protocol):
 def verify_tensors(
     tensors: Mapping[str, PackedBody], options: AttentionOptions, progress: Tell | None = None
 ) -> VerifyReport:
-    """Check the answers among `tensors`, or a backend's answers if there are none. The other tensors are the problem.
+    """Report whether answers are exact enough: those in `tensors` (o, lse, dq, …), or else those of a backend.
 
-    Raises ProblemError.
+    The other `tensors` (q, k, v, …) are the inputs of the problem. Raises ProblemError.
     """
     device = _device()
     given = {name: _tensor(packed).to(device) for name, packed in tensors.items()}
@@ -207,7 +210,7 @@ def _commit() -> str | None:
 
 
 def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
-    """Return the tensors of a request by name, with `do` if gradients are checked. They are equal on all devices.
+    """Return random input tensors for a request, by name, with `do` if gradients are checked. Equal on all devices.
 
     q, k, v, do, a float mask and sinks are standard normal. Slopes are those of ALiBi (Press et al. 2022). A boolean
     mask is true for 3/4 of the pairs, a block mask for 1/2 of the blocks. Lengths are uniform from 1 to the full

@@ -1,8 +1,9 @@
-"""Prepare attention over caches: write the new tokens, and make a problem from all tokens of the caches.
+"""Prepare attention over caches: write the new tokens, and make a `Problem` from all tokens of the caches.
 
 On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
-in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends, and
-if the kernels in C do not support the call; on a GPU for masks and dropout over caches that have dropped tokens.
+in place through a block table (pages.py). In other cases keys are copied into pages: on the CPU, for the other backends
+and for calls that the kernels in C do not support; on a GPU, for calls with masks, dropout or top-left causal alignment
+over caches that have dropped tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns are pos
 class CallTensors:
     """The tensors of a call over caches: its inputs, and the memory for its answers.
 
-    `spec` comes from `plan_cached`; its k and v describe the caches. Calls with the same shapes in the same memory
-    share this object, unless they have lengths.
+    `spec` comes from `plan_cached`: its k and v describe the keys and values in the caches, with an assumed length. On
+    a GPU `outputs` is empty. `EngineRequest.tensors` reuses this object for calls with equal shapes in the same memory.
     """
 
     spec: Spec
@@ -71,7 +72,7 @@ class CallTensors:
 
     @cached_property
     def places(self) -> tuple[dict[str, ByteSteps], list[dict[str, int]]]:
-        """Return the byte strides of q, o and lse between heads and rows, and their addresses for each sequence."""
+        """Return the strides in bytes of q, o and lse, and their addresses for each sequence, both by tensor name."""
         shell = self.shell({"q": self.tensors["q"]})
         whole = {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
         row_addresses = [
@@ -80,17 +81,17 @@ class CallTensors:
         return {name: steps(view, 1) for name, view in whole.items()}, row_addresses
 
     def clear_outputs(self) -> None:
-        """Fill the outputs with the result of queries without keys, if the sequences may not cover all rows."""
+        """Fill the outputs as for queries that see no key (o 0, lse −inf), if some rows may belong to no sequence."""
         if self.spec.ragged or "q_lengths" in self.tensors:
             self.shell({}).clear_outputs()
 
     def shell(self, tensors: Mapping[str, Tensor]) -> Problem:
-        """Return a problem with canonical views of these tensors and of the outputs."""
+        """Return an incomplete `Problem`, only for its canonical views of `tensors` and of the outputs."""
         return Problem(self.spec, self.rows, None, self.tensors["q"].device, dict(tensors), dict(self.outputs))
 
 
 class Reading(NamedTuple):
-    """The input of the kernels in C for a call over caches, with the call's sequences and dropout seed."""
+    """A call over caches as the kernels in C read it (`forward`), with the call's sequences and dropout seed."""
 
     forward: Forward
     rows: Sequence[Row]
@@ -108,7 +109,7 @@ class CachedCall(NamedTuple):
         return Terms(self.cache_ref.owner, self.cache_ref.quota, self.cache_ref.key)
 
     def lowest(self, queries: int, length: int) -> int:
-        """Return the first position that the queries of a sequence attend to, in a cache of `length` tokens."""
+        """Return the first position to which a sequence's `queries` queries attend, in a cache of `length` tokens."""
         spec = self.of.spec
         left = self.cache_ref.left if self.cache_ref.left >= 0 else spec.window[0]
         return max(0, min(spec.offset(queries, length) - left, length)) if queries else length
@@ -130,7 +131,7 @@ class CachedCall(NamedTuple):
         return caches
 
     def _first_seen(self, queries: int, length: int) -> int:
-        """Return `lowest` for a cache that is about to be written. Raises Refusal 422 if a mask is too short."""
+        """Return `lowest` for a cache that will have `length` tokens. Raises Refusal 422 if a mask is shorter."""
         self._check_mask(length)
         return self.lowest(queries, length)
 
@@ -144,7 +145,7 @@ class CachedCall(NamedTuple):
             raise invalid([("block_mask", mismatch)])
 
     def reading(self, caches: Sequence[StoredCache]) -> Reading:
-        """Return the input of the kernels in C, after the tokens are written."""
+        """Return the input of the kernels in C. Call this after `write`."""
         call, spec = self.of, self.of.spec
         tracks = [cache.tracks[self.cache_ref.layer] for cache in caches]
         size, q = tracks[0].size, call.tensors["q"]
@@ -186,7 +187,7 @@ class CachedCall(NamedTuple):
         return Reading(forward, rows, seed)
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
-        """Return the problem with the caches' keys as pages. Raises Refusal 422."""
+        """Return the call's problem, with the keys and values of the caches as pages. Raises Refusal 422."""
         spec, q = self.of.spec, self.of.tensors["q"]
         tracks = [cache.tracks[self.cache_ref.layer] for cache in caches]
         from_start = not self.of.tensors.keys().isdisjoint(_MASKS) or spec.options.dropout_p
@@ -242,16 +243,17 @@ class CachedCall(NamedTuple):
 
 
 def _rows_of(view: Tensor, row: Row) -> Tensor:
-    """Return a sequence's valid rows of a canonical view of q, o, lse, or of new k and v."""
+    """Return the rows of one sequence in a canonical view (batch, heads, rows, …), as `Problem` makes them."""
     return view[row.batch].narrow(1, row.q_start, row.q_len)
 
 
-# Tensors in pages by the names of `attention`'s arguments, and the block table and lengths of their sequences
+# k, v and their scales in pages, by name; the block table, one row of page numbers per sequence; and the sequences'
+# numbers of keys
 _Pages = tuple[dict[str, Tensor], Tensor, list[int]]
 
 
 def _paged(tracks: Sequence[Track], pool: PagePool) -> _Pages:
-    """Return a pool's pages, and each track's page numbers and key count, without dropped tokens."""
+    """Return all pages of `pool`, and the page numbers and the number of keys of each track, without dropped tokens."""
     lengths = [track.length - track.first for track in tracks]
     table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
     for row, track in zip(table, tracks, strict=True):
@@ -321,10 +323,10 @@ def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:
 
 
 def _columns(mask: Tensor, count: int) -> Tensor:
-    """Return a mask with `count` columns; a mask with only one column is returned unchanged."""
+    """Return a mask cut or padded to `count` columns. A mask with one column, which is broadcast, stays unchanged."""
     return _of_width(mask, count) if mask.ndim and mask.shape[-1] != 1 else mask
 
 
 def _of_width(mask: Tensor, count: int) -> Tensor:
-    """Return a mask with `count` columns."""
+    """Return a mask cut or padded to `count` columns."""
     return mask[..., :count] if mask.shape[-1] >= count else pad(mask, (0, count - mask.shape[-1]))

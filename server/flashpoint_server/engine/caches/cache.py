@@ -1,4 +1,4 @@
-"""A stored cache, the conditions of a caller for a call on it, and the reasons why a call fails."""
+"""A stored cache, the caller of an operation on it (`Terms`), and the reasons why an operation fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashpoint_server.ipc.bodies import CacheShape
 
 KEYS = 64  # maximum number of recent idempotency keys that a cache stores
 
-# Bytes that are counted for a cache, and for each of its layers, in addition to its tokens.
+# Bytes by which a cache, and each of its layers, counts toward memory limits, in addition to its tokens.
 CACHE_BYTES, LAYER_BYTES = 1024, 512
 
 STALE = "its idempotency key is older than the cache's last write: this is a late copy of an earlier call"
@@ -75,7 +75,10 @@ class StoredCache(Owned):
 
 
 class Write(NamedTuple):
-    """A checked write with its memory: the new tokens have the positions [at, end)."""
+    """A write that has passed all checks: the new tokens get the positions [at, end).
+
+    `made` has the allocated chunk for each change that the write needs.
+    """
 
     cache: StoredCache
     track: Track
@@ -85,14 +88,14 @@ class Write(NamedTuple):
 
 
 def base_bytes(layers: int) -> int:
-    """Return the bytes that are counted for a cache with this number of layers, in addition to its tokens."""
+    """Return the bytes by which a cache of `layers` layers counts toward memory limits, in addition to its tokens."""
     return CACHE_BYTES + LAYER_BYTES * layers
 
 
 def released(track: Track, chunks: Iterable[Chunk]) -> int:
-    """Remove one holder from chunks of a track, free chunks without a holder, and return the freed bytes.
+    """Remove the holder `track` from `chunks`, free those without a holder, and return the freed bytes.
 
-    The track keeps as many whole chunks as it has reserved.
+    Whole chunks are not freed but become spares of the track, until it has as many chunks as it has reserved.
     """
     gone = 0
     for chunk in chunks:
@@ -116,13 +119,13 @@ def freeable(caches: Iterable[StoredCache]) -> int:
 
 
 def reserved_chunks(max_length: int, keep: int | None) -> int:
-    """Return the number of chunks for a layer of `max_length` tokens that keeps its last `keep` tokens."""
+    """Return the number of chunks to reserve for a layer of `max_length` tokens that keeps its last `keep` tokens."""
     whole = -(-max_length // CHUNK)
     return whole if keep is None else min(whole, -(-keep // CHUNK) + 2)
 
 
 def cut_problem(cache: StoredCache, end: int | None) -> tuple[str, str] | None:
-    """Return the reason why a cache cannot be cut at position `end`; None if it can."""
+    """Return (error code, message) if a cache cannot be cut at position `end`; None if it can."""
     if end is None:
         return None
     longest = max((track.length for track in cache.tracks), default=0)
@@ -140,7 +143,7 @@ def dropped(first: int, position: int) -> tuple[str, str] | None:
 def write_problem(
     cache: StoredCache, layer: int, at: int, count: int, lowest: Callable[[int, int], int]
 ) -> tuple[str, str] | None:
-    """Return the reason why `count` tokens cannot be written at position `at` of a layer; None if they can.
+    """Return (error code, message) if `count` tokens cannot be written at position `at` of a layer; None if they can.
 
     `lowest(count, length)` is the first position that the call reads, if the layer then has `length` tokens.
     """

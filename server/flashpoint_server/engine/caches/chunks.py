@@ -27,8 +27,8 @@ from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab
 class Chunk:
     """Memory of `capacity` tokens, used by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv).
 
-    8-bit tokens have a scale per token and head, `k_scale` and `v_scale` (1, Hk, capacity); otherwise these are None. A
-    whole chunk has a `place` in a `slab`, if it is large enough.
+    8-bit tokens have a scale per token and head, `k_scale` and `v_scale` (1, Hk, capacity); otherwise these are None.
+    On the CPU, a chunk of 1,024 tokens with at least LEAST_BYTES is number `place` in a `slab`.
     """
 
     __slots__ = ("capacity", "holders", "k", "k_scale", "nbytes", "place", "slab", "v", "v_scale")
@@ -61,7 +61,7 @@ class Chunk:
             yield k[page].data_ptr(), v[page].data_ptr(), *heads, *scales, step, step
 
     def give_back(self) -> None:
-        """Return the chunk's memory to the slab. No track may use the chunk any more."""
+        """Return the chunk's memory to its slab, if it has one. No track may use the chunk any more."""
         if self.slab is not None:
             self.slab.give_back(self.place)
 
@@ -74,7 +74,7 @@ class Chunk:
             self._put(t, at, new)
 
     def take_over(self, other: Chunk, count: int) -> None:
-        """Copy the first `count` tokens of another chunk."""
+        """Copy the first `count` tokens of another chunk into this one."""
         for name in ("k", "v") if self.k_scale is None else ("k", "v", "k_scale", "v_scale"):
             self._take_over(getattr(self, name), getattr(other, name), count)
 
@@ -101,7 +101,7 @@ class Chunk:
         t.narrow(2, at, new.shape[1]).copy_(new)
 
     def _take_over(self, t: Tensor, source: Tensor, count: int) -> None:
-        """Copy the first `count` tokens from the same tensor of another chunk."""
+        """Copy the first `count` tokens of `source`, the same tensor of another chunk, into `t`."""
         t.narrow(2, 0, count).copy_(source.narrow(2, 0, count))
 
     def _part(self, t: Tensor, first: int, last: int) -> Tensor:
@@ -178,9 +178,9 @@ class TokenSize:
 
 
 class Change(NamedTuple):
-    """A chunk that a write needs: its index in the track, its capacity, and the number of tokens to copy into it.
+    """A new chunk that a write needs: its index `place` in the track, and its capacity in tokens.
 
-    These tokens are copied from the chunk that it replaces.
+    `copied` is the number of tokens to copy into it from the chunk that it replaces.
     """
 
     place: int
@@ -189,7 +189,10 @@ class Change(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), never 8-bit numbers."""
+    """Keys and values of consecutive tokens from position `start` on: k (1, Hk, n, D) and v (1, Hk, n, Dv).
+
+    8-bit numbers are converted to float32. From `Track.scales`, k and v are the scales instead.
+    """
 
     start: int
     k: Tensor
@@ -234,7 +237,7 @@ class Track:
         return Chunk(size, capacity, slab)
 
     def needs(self, at: int, count: int) -> list[Change]:
-        """Return the chunks that a write of `count` tokens at position `at` needs, in order."""
+        """Return the new chunks that a write of `count` tokens at position `at` needs, in order."""
         changes = []
         for place in range(at // CHUNK, -(-(at + count) // CHUNK)) if count else ():
             start = place * CHUNK
@@ -314,7 +317,7 @@ class Track:
             yield TokenRun(place + first, *chunk.read(first, last))
 
     def spans(self) -> Spans:
-        """Return the addresses of the chunks from the one with token `first` on, for the kernels on the CPU."""
+        """Return the addresses of all chunks that are not dropped, for the kernels on the CPU."""
         if self._spans is None:
             numbers = array("q")
             for chunk in self.chunks[self.first // CHUNK :]:
@@ -333,7 +336,7 @@ class Track:
         return numbers[: -(-(self.length - start) // SMALLEST_CHUNK)]
 
     def scales(self, start: int, stop: int) -> Iterator[TokenRun]:
-        """Yield the scales of 8-bit tokens like `pieces`: k (1, Hk, n) and v (1, Hk, n)."""
+        """Like `pieces`, but yield the scales of 8-bit tokens: k (1, Hk, n) and v (1, Hk, n)."""
         for chunk, place, first, last in self._runs(start, stop):
             yield TokenRun(place + first, *chunk.scales(first, last))
 

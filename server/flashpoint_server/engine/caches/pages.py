@@ -66,7 +66,7 @@ class Block:
         raise Refusal("cache_memory", f"no free piece of the memory of caches has the {nbytes} bytes of a chunk")
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Free a piece that `take` has allocated."""
+        """Free the piece of `nbytes` at offset `start`, which `take` has allocated."""
         end = start + nbytes
         n = bisect_right(self._free, (start, end))
         if n and self._free[n - 1][1] == start:
@@ -78,7 +78,7 @@ class Block:
 
 
 class PagePool:
-    """A block as pages of one shape: k (pages, Hk, 16, D) and v (pages, Hk, 16, Dv).
+    """A view of a `Block` as pages of one shape: k (pages, Hk, 16, D) and v (pages, Hk, 16, Dv).
 
     If `scaled`, also `k_scale` and `v_scale` (pages, Hk, 16) in float32; otherwise these are None.
     """

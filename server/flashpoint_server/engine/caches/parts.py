@@ -1,4 +1,4 @@
-"""Compute attention over caches on the CPU, in parts that cores run in parallel on the caches' own memory.
+"""Compute attention over caches on the CPU, in parts that several cores run in parallel.
 
 The kernels in C (flashpoint_kernels.native) read all chunks in place, also 8-bit chunks. Many queries are cut into
 tiles, and each tile reads the keys again.
@@ -19,15 +19,16 @@ from flashpoint_kernels.problems.reproducible import PART_SECONDS, split
 from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 
-# Bytes of keys and values of a part. A smaller part has too much overhead; a larger one occupies a core for long.
+# Bytes of keys and values in one part. A smaller part has too much overhead; a larger one occupies a core for too long.
 LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedPart:
-    """A part of a call for one core: units [first, last) of `forward`. A unit is a key/value head of a tile of queries.
+    """The part of a call that one core computes: the units [first, last) of `forward`.
 
-    The first part of a call has all sequences in `rows`; the others have none. `seed` is the seed of dropout.
+    A unit is one key/value head for one tile of queries. The first part of a call has all sequences in `rows`; the
+    other parts have none. `seed` is the seed of dropout.
     """
 
     forward: Forward
@@ -38,7 +39,10 @@ class CachedPart:
 
     @property
     def first_head(self) -> int:
-        """Return 0, so that the `rows` of every part are counted. Together the parts have each sequence once."""
+        """Return 0, like a `Problem` with the request's first head: only the `rows` of such parts are counted.
+
+        Together the parts of a call have each sequence once in `rows`.
+        """
         return 0
 
     def compute(self) -> None:
@@ -54,9 +58,9 @@ class Sequences(NamedTuple):
 
 
 def shares(spec: Spec) -> bool:
-    """Return whether the first keys that forks share may be read once for several calls.
+    """Return whether calls over forks of a cache may be computed together, so that keys they share are read only once.
 
-    This requires that no option depends on positions.
+    This requires kernels in C that support the call, and no mask, ALiBi slopes or dropout.
     """
     positions = spec.has("attn_mask") or spec.has("block_mask") or spec.has("alibi_slopes") or spec.options.dropout_p
     return supports(spec) and not positions
@@ -65,10 +69,10 @@ def shares(spec: Spec) -> bool:
 def attend(
     calls: Sequence[tuple[CachedCall, Sequence[StoredCache]]], backend: str, cores: int
 ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
-    """Return the sequences of calls whose tokens have been written, and parts for `cores` parallel cores of the CPU.
+    """Cut calls over caches into parts for `cores` CPU cores. Return the sequences of each call, and the parts.
 
-    If there are several calls, their sizes and the options of their scores must be equal, and `shares` true for each.
-    Raises Refusal 422.
+    The new tokens of the calls must already be in the caches. Several calls must have equal sizes, scale and softcap,
+    and `shares` must be true for each. Raises Refusal 422.
     """
     spec = calls[0][0].of.spec
     if backend != "torch" or not supports(spec):
@@ -90,7 +94,8 @@ def attend(
 def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: int | None = None) -> list[CachedPart]:
     """Cut a call into parts of about equal work, between tiles of queries and between key/value heads.
 
-    There are enough parts for `cores` cores. The parts do not change the bits of the answer.
+    There are `cores` parts: fewer if they would be small (LEAST_BYTES), more if they would be large (MOST_BYTES) or
+    take long (PART_SECONDS). The number of parts does not change the bits of the answer.
     """
     rows = [row for row in every if row.q_len]
     if forward.units < 2:

@@ -1,7 +1,7 @@
 """Allocate whole chunks in slabs of address space, so that the chunks of one layer are adjacent.
 
 A slab is only address space: a chunk has memory from its first write until it is returned, independent of other chunks
-in the slab. Chunks begin on huge pages, where they are large enough.
+in the slab. A chunk that is at least as large as a huge page begins at one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 HUGE = 1 << 21  # bytes of a huge page
-LEAST_BYTES = 1 << 18  # minimum bytes of a chunk in a slab, because Linux allows at most 65,530 mappings
+LEAST_BYTES = 1 << 18  # minimum bytes of a chunk in a slab, because Linux allows a process at most 65,530 mappings
 MOST_CHUNKS = 64  # maximum number of chunks in a slab, unless one call needs more at once
 
 
@@ -28,7 +28,7 @@ class Slab:
 
     def __init__(self, nbytes: int, dtype: torch.dtype, room: int) -> None:
         page = HUGE if nbytes >= HUGE else mmap.PAGESIZE
-        self._huge = nbytes // HUGE * HUGE  # huge pages must not exceed the counted bytes
+        self._huge = nbytes // HUGE * HUGE  # in bytes; only whole huge pages: the ledger counts `nbytes` for a chunk
         distance = -(-nbytes // page) * page
         try:
             self._memory = mmap.mmap(-1, distance * room + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -40,7 +40,7 @@ from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.refusal import Refusal
 
 SPARE = 16  # a block of pages is larger by a 16th than the limit, because free pieces between chunks may be too small
-ANSWERS = 1 << 16  # maximum number of caches in the stored answers to creations and forks
+ANSWERS = 1 << 16  # maximum number of caches in the answers that are stored for repeated creations and forks
 
 
 class CacheStore:
@@ -65,7 +65,7 @@ class CacheStore:
         self, terms: Terms, shape: CacheShape, count: int, max_length: int | None, keep: Sequence[int | None],
         ttl: float | None,
     ) -> list[CacheRecord]:  # fmt: skip
-        """Create empty caches; with `max_length`, allocate their memory now. Raises Refusal 413 and 429."""
+        """Create empty caches; with `max_length`, allocate their memory now. Raises Refusal 404, 410, 413 and 429."""
         with self._lock:
             self._ledger.sweep()
             if (again := self._answered(terms, "create")) is not None:
@@ -97,7 +97,10 @@ class CacheStore:
     def fork(
         self, terms: Terms, serials: Sequence[int], lengths: Sequence[int] | None, free: Sequence[int]
     ) -> list[CacheRecord]:
-        """Copy caches, up to `lengths` tokens of each layer, and delete `free`. Raises Refusal 404, 409, 410, 429."""
+        """Copy the caches `serials`, each up to its length in `lengths`, and delete the caches `free`.
+
+        The copies share memory with their sources. Raises Refusal 404, 409, 410, 413 and 429.
+        """
         with self._lock:
             self._ledger.sweep()
             if (again := self._answered(terms, "fork")) is not None:
@@ -168,12 +171,12 @@ class CacheStore:
             return [self.record(cache) for cache in self._ledger.listed(StoredCache, terms.owner)]
 
     def lengths(self, owner: str, serials: Sequence[int], layer: int) -> Sequence[int]:
-        """Return the lengths of existing caches that a call uses."""
+        """Return the number of tokens that each of these caches has in a layer. Raises Refusal 404 and 410."""
         with self._lock:
             return [cache.tracks[layer].length for cache in self._find(owner, serials)]
 
     def shared_chunk(self, owner: str, serials: Sequence[int], layer: int) -> Chunk | None:
-        """Return the first whole chunk of the first of these caches, if another cache also uses it; else None."""
+        """Return the first stored chunk of the cache `serials[0]`, if it is full and another cache uses it, or None."""
         with self._lock:
             cache = self._ledger.find(StoredCache, owner, serials[0])
             if isinstance(cache, tuple):
@@ -186,9 +189,9 @@ class CacheStore:
 
     @staticmethod
     def reads(caches: Sequence[StoredCache], layer: int) -> list[int] | None:
-        """Return the number of keys that a call reads for each cache, or None if no chunk is shared.
+        """Return the number of keys that a call over `caches` reads for each of them; None if no two share a chunk.
 
-        The keys of a shared chunk are divided among the caches that share it.
+        The keys of a shared chunk are divided among those of the caches that share it.
         """
         if len(caches) < 2:
             return None
@@ -228,9 +231,9 @@ class CacheStore:
 
     @staticmethod
     def _refuse(problems: Sequence[tuple[str, str] | None], fields: Sequence[str] = ()) -> None:
-        """Raise Refusal with the code of the first problem, if there are problems (code, message).
+        """Raise a Refusal if `problems` has any (code, message). It has the code of the first, and lists all as errors.
 
-        The errors name the given fields, or else `caches.0` ….
+        Each error names the request's field in `fields` at the same index; by default `caches.0`, `caches.1`, ….
         """
         if any(problems):
             fields = fields or [f"caches.{i}" for i in range(len(problems))]
@@ -336,9 +339,9 @@ class CacheStore:
         return writes
 
     def _repeats(self, caches: Sequence[StoredCache], mark: Mark) -> bool:
-        """Return whether a call repeats the last write of all these caches.
+        """Return whether the last write of all these caches had the call's `mark`, so that the call is its repetition.
 
-        Raises Refusal 409 if it repeats an older call.
+        Raises Refusal 409 if the call has the idempotency key of an older write.
         """
         if not mark.key:
             return False
@@ -357,7 +360,7 @@ class CacheStore:
         return [replace(size, pool=self._pool(size)) for size in sizes]
 
     def _pool(self, size: TokenSize) -> PagePool | None:
-        """Return the page pool for a token size, on a GPU. Raises MemoryError."""
+        """Return the pool of pages for tokens of this size; None if chunks are not pages. Raises MemoryError."""
         if not self._paged:
             return None
         if self._block is None:
@@ -371,12 +374,12 @@ class CacheStore:
         self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
 
     def _wait_for_copies(self) -> None:
-        """Wait until a GPU has copied from released chunks, because another lane's stream may then get their pages."""
+        """Wait until a GPU has copied the tokens out of released chunks: then another CUDA stream may write to them."""
         if self._device != "cpu":
             torch.cuda.current_stream(self._device).synchronize()
 
     def _let_go(self, cache: StoredCache, track: Track, chunks: Sequence[Chunk]) -> None:
-        """Release chunks of a track, which keeps as many as it has reserved, and uncount their bytes."""
+        """Release chunks of a track, and subtract their bytes in the ledger, except those that remain reserved."""
         if not chunks:
             return
         spares = len(track.spares)
