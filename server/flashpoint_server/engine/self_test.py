@@ -16,7 +16,7 @@ from flashpoint_server.engine.execution.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-# Only a wrong result exceeds these bounds: rounding errors reach 1/20 of them.
+# Bounds of the relative error of correct results: rounding errors reach only 1/20 of them.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 _PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
@@ -55,9 +55,9 @@ def check_backends(device: TorchDevice) -> None:
 
 
 def calibrate(device: TorchDevice) -> None:
-    """Measure how long the work of each backend takes on this machine. The prices of requests use these rates.
+    """Store the rates of each backend in `device.info`, from which the seconds of requests are predicted.
 
-    A GPU's rates follow from its measured FLOP/s.
+    A CPU's rates are measured. A GPU's rates follow from its measured FLOP/s.
     """
     info = device.info
     rates = {

@@ -1,4 +1,4 @@
-"""An engine's records of HTTP processes, and of requests from arrival to answer. Needs no torch and no device."""
+"""An engine's records of HTTP processes, and of requests from arrival to answer. This module uses no device."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PATIENCE = 5.0  # maximum seconds for which a send waits for an HTTP process that does not read its answers
-KEPT = 256  # maximum cached plans for one worker; each takes some KiB, one of small gradients up to 512 KiB
-# Requests with at most this many sequences are cut under the scheduler's lock, which takes less than a millisecond.
-# Their plans are cached.
+KEPT = 256  # maximum cached plans for one worker; a plan takes some KiB, but for small gradients up to 512 KiB
+# Requests with at most this many sequences are cut into parts under the scheduler's lock, in less than a millisecond,
+# and their parts can be cached.
 FEW_SEQUENCES = 64
-LONG_SECONDS = 0.01  # a part with more predicted seconds is long: one lane is reserved for parts that are not
-ALONE: Hashable = "alone"  # placeholder for a unique key: the request shares no launch
+LONG_SECONDS = 0.01  # a part with more predicted seconds is long: the additional lane of scheduler.py never runs it
+ALONE: Hashable = "alone"  # in a plan, the key of requests that share no launch: each of them gets a unique key
 _MOST = 1e18  # maximum FLOPs in a message, far beyond any device
 
 
@@ -50,7 +50,7 @@ class OutOfMemoryError(Exception):
 
 
 def spec_of(submit: Submit, body: AttentionCall) -> Spec:
-    """Return the problem of a message. Raises ProblemError if it is not valid."""
+    """Return the attention problem (`Spec`) that a submitted call describes. Raises ProblemError if it is not valid."""
     infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
     options = read_options(body.options)
     if (cache_ref := body.cache_ref) is not None:
@@ -61,7 +61,7 @@ def spec_of(submit: Submit, body: AttentionCall) -> Spec:
 
 
 class Lengths(NamedTuple):
-    """A request's sequences: their number, their number of (query, key) pairs, and the largest lengths of q and k."""
+    """The sizes of a request: its number of sequences and of (query, key) pairs, and its longest q and k."""
 
     sequences: int
     pairs: int
@@ -80,10 +80,10 @@ NO_LENGTHS = Lengths(0, 0, 0, 0)
 
 @dataclass(eq=False)
 class PlannedProblem:
-    """The problem of a request, and its parts with views of its memory once they are made.
+    """A plan: the problem of a request and, when it has been cut, its parts, which are views of shared memory.
 
-    Plans are cached, because a model repeats a few shapes and slots are reused: to plan a small forward again and to
-    make its views takes 0.05 ms (2 cores).
+    A plan is cached for later requests with the same shapes in the same memory. Without this, a small forward takes
+    0.05 ms more on 2 cores.
     """
 
     spec: Spec
@@ -91,7 +91,7 @@ class PlannedProblem:
     parts: list[Problem] = field(default_factory=list)
     lengths: Lengths = NO_LENGTHS  # the sequences of `parts`
     tensors: CallTensors | None = None  # the tensors of a call over caches, which has no cached parts
-    alone: Batch | None = None  # the FLOPs and the fill of a launch with only this request
+    alone: Batch | None = None  # the message about a launch with only this request
     recalls: bool = False  # whether it uses tensors of a saved forward
 
     @cached_property
@@ -113,14 +113,14 @@ class Pinning(Protocol):
 
 @dataclass(eq=False)
 class Worker:
-    """One HTTP process: its channel, and the segments of its memory that are mapped here."""
+    """One HTTP process: its channel, and the segments of its shared memory that this engine has mapped."""
 
     channel: Channel[ToEngine]
     pinning: Pinning
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
-    running: int = 0  # requests in running tasks, and requests that are cut: both compute in the worker's memory
+    running: int = 0  # number of its requests in running tasks, plus those whose parts have not all ended
     planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
-    not_reading: bool = False  # whether it has stopped to read its answers
+    not_reading: bool = False  # whether it has stopped reading its answers
 
     def attach(self, number: int, descriptor: int, size: int) -> None:
         """Map a segment.
@@ -143,7 +143,7 @@ class Worker:
             memory.close()
 
     def plan(self, submit: Submit, body: AttentionCall, cuts: Callable[[str], bool]) -> PlannedProblem:
-        """Return the plan of a message, from the cache or new. Raises ProblemError if the problem is not valid."""
+        """Return a cached or new plan for an attention call. Raises ProblemError if its problem is not valid."""
         inputs, outputs = tuple(submit.inputs), tuple(submit.outputs)
         key: Hashable = (body.backend, body.direction, bytes(body.options), inputs, outputs)
         if (cache_ref := body.cache_ref) is not None:
@@ -162,7 +162,7 @@ class Worker:
     def send(self, reply: FromEngine) -> None:
         """Send a message. A worker that reads nothing for PATIENCE seconds is marked as `not_reading`.
 
-        Nothing more is read from it, so the loop then removes it like a worker that has disconnected.
+        Its channel is then closed for reading, so the loop removes it like a worker that has disconnected.
         """
         if self.not_reading:
             return
@@ -178,7 +178,7 @@ class Worker:
             self.not_reading = True
             log.error("peer dropped", reason="it does not read its answers")
             with contextlib.suppress(OSError):
-                # The worker sees the end only when its channel is closed, after all work in its memory.
+                # The worker itself sees an end of file only at `close`, when no task uses its memory any more.
                 self.channel.sock.shutdown(socket.SHUT_RD)
         except (OSError, ValueError):  # the worker has disconnected, or its channel is closed
             return
@@ -186,7 +186,7 @@ class Worker:
     def close(self) -> None:
         """Close the channel, and unmap the segments.
 
-        Call this when nothing runs in the worker's memory: after the end of the channel, the worker may reuse it.
+        Call this when no task uses the worker's memory: the worker may reuse its memory once the channel is closed.
         """
         self.channel.close()
         for number in list(self.segments):
@@ -194,7 +194,10 @@ class Worker:
 
 
 def _launch_key(spec: Spec, body: AttentionCall, cuts: Callable[[str], bool]) -> Hashable | None:
-    """Return the key for a shared launch (Triton only); else None if requests are cut, or ALONE if not."""
+    """Return the launch key: requests of Triton with equal keys share a launch.
+
+    For the other backends return None if requests are cut into parts, else ALONE.
+    """
     if body.backend != "triton":
         return None if cuts(body.backend) else ALONE
     return launch_key(spec, "triton", None if body.cache_ref is None else LayerShape(*body.cache_ref.shape).dtype)
@@ -212,9 +215,10 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A request. Requests with equal `key` may share a launch; None means that it is cut into parts.
+    """A request. Requests with equal `key` may share a launch. Attention with key None is cut into parts instead.
 
-    Requests over caches with equal `kin` begin with the same keys, and are cut together if they wait at the same time.
+    Requests over caches with equal `kin` begin with the same cached keys, and are cut together if they wait at the same
+    time.
     """
 
     submit: Submit
@@ -228,7 +232,7 @@ class EngineRequest:
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
     lengths: Lengths = NO_LENGTHS
     seed: int | None = None
-    call: CachedCall | None = None  # a call over caches whose tokens have been written
+    call: CachedCall | None = None  # the tensors and caches of a call over caches that is computed in a launch
     kin: Hashable | None = None
     parts: Sequence[Problem] = ()  # set when it starts, unless `many`
     reads: list[int] | None = None  # the number of keys read for each cache, if caches share some
@@ -238,9 +242,9 @@ class EngineRequest:
 
     @classmethod
     def of(cls, submit: Submit, worker: Worker, cuts: Callable[[str], bool]) -> EngineRequest:
-        """Return the request of a message that has just arrived. Raises ProblemError if the problem is not valid.
+        """Return the request that a message submits. Raises ProblemError if its problem is not valid.
 
-        `cuts` says whether requests on a backend are cut into parts.
+        `cuts` says for a backend whether its requests are cut into parts.
         """
         planned: PlannedProblem | None = None
         key: Hashable | None = None
@@ -319,7 +323,7 @@ class EngineRequest:
 
     @property
     def long(self) -> bool:
-        """Whether the request, if it is not cut, takes longer than other requests should wait."""
+        """Whether the request as a whole takes longer than other requests should wait."""
         return self.submit.seconds > LONG_SECONDS
 
     @property
@@ -340,7 +344,7 @@ class EngineRequest:
         return tensors
 
     def alone(self, budget: Budget) -> Batch:
-        """Return the FLOPs and the fill of a launch with only this request."""
+        """Return `account` of a launch with only this request, cached in its plan if possible."""
         assert self.planned is not None
         if self.planned.by_value or self.many:
             return account([self], budget, 0)
@@ -349,7 +353,7 @@ class EngineRequest:
         return self.planned.alone
 
     def begin(self) -> None:
-        """Mark the request as started, in shared memory: the HTTP process can read it after the engine has died."""
+        """Set the request's started mark in shared memory, where the HTTP process can read it if the engine dies."""
         self.worker.segments[self.submit.segment][self.submit.mark] = 1
         self.began = time.perf_counter()
 
@@ -362,30 +366,30 @@ class EngineRequest:
 
 @dataclass(eq=False)
 class Group:
-    """The parts of a request, or of requests that are cut together. It waits in the queue while it has parts."""
+    """The parts of a request, or of requests that are cut together. It is in the queue while it has unstarted parts."""
 
     requests: Sequence[EngineRequest]
     parts: deque[Problem] = field(default_factory=deque)  # parts that have not started
     left: int = 0  # number of parts that have not ended
     part_seconds: float = 0.0  # predicted seconds of one part
     seconds: float = field(init=False)  # the predicted seconds of all parts together
-    key: ClassVar[None] = None  # each part runs alone
+    key: ClassVar[None] = None  # the parts share no launch
 
     def __post_init__(self) -> None:
         self.seconds = sum([request.submit.seconds for request in self.requests])
 
     def add(self, parts: Sequence[Any]) -> None:
-        """Add the parts, after cutting."""
+        """Store the parts into which the requests have been cut."""
         self.parts.extend(parts)
         self.left = len(parts)
         self.part_seconds = self.seconds / max(len(parts), 1)
 
     @property
     def rank(self) -> float:
-        """The smallest `Submit.rank`, reduced by PASSED times the predicted seconds of the parts that have started.
+        """The smallest rank of the requests, minus PASSED times the predicted seconds of the parts that have started.
 
-        So a longer request does not overtake the last parts of this one. The rank changes only while the group is not
-        in the queue.
+        So a group with few parts left ranks like a short request. The rank changes only while the group is not in the
+        queue.
         """
         taken = self.seconds - self.part_seconds * len(self.parts)
         return min(request.rank for request in self.requests) - PASSED * taken
@@ -419,7 +423,7 @@ class Group:
 
 
 def account(batch: Sequence[EngineRequest], budget: Budget, splits: int) -> Batch:
-    """Return the FLOPs and the fill of a launch, and the FLOPs that padding to the longest sequence would add."""
+    """Describe a launch: its FLOPs, those that padding to the longest sequence would add, and its use of `budget`."""
     longest_q = max(request.lengths.longest_q for request in batch)
     longest_k = max(request.lengths.longest_k for request in batch)
     flops = padding = 0.0

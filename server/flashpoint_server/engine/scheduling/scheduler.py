@@ -48,14 +48,14 @@ from flashpoint_server.refusal import out_of_time
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-# Maximum predicted seconds and bytes of a part that is brief if nothing else waits: no other thread is woken to listen
-# meanwhile, because this would add 10% to its time.
+# A part is `brief` if nothing else waits and its whole group has at most these predicted seconds and bytes. No other
+# lane is woken to listen while a brief part runs, because this would add 10% to its time.
 BRIEF_SECONDS = 0.004
 BRIEF_BYTES = 1 << 24
-UNCUT_SECONDS = 0.0005  # maximum predicted seconds of calls over caches whose cut is a brief task
-HOLD_SECONDS = 0.05  # maximum seconds for which no task starts because a slice waits for the running tasks
+UNCUT_SECONDS = 0.0005  # a `Split` of calls over caches is brief up to these predicted seconds, if nothing else waits
+HOLD_SECONDS = 0.05  # maximum seconds for which no task starts because a benchmark slice waits for the running tasks
 TOGETHER = 64  # maximum number of requests that are cut together
-LONGER = 2.0  # requests that are cut with another one may have at most this many times its predicted seconds
+LONGER = 2.0  # a request is cut together with another only if it takes at most this many times the other's seconds
 
 
 class Resources(Protocol):
@@ -77,7 +77,7 @@ class Resources(Protocol):
 class Holder(Protocol):
     """The ledger as the scheduler sees it: items do not expire between `enter` and `leave` of a call."""
 
-    due: float  # when an item may have expired, in `time.monotonic` seconds
+    due: float  # when to look for expired items next, in `time.monotonic` seconds
 
     def enter(self, serials: Sequence[int]) -> None: ...
     def leave(self, serials: Sequence[int], *, used: bool) -> None: ...
@@ -108,16 +108,16 @@ class Scheduler:
         self._holder = holder
         self._turns: CacheQueue[EngineRequest] = CacheQueue()
         self._waiting: Waiting[EngineRequest | Group] = Waiting(budget)
-        self._compiled: set[Hashable] = set()  # launch keys
+        self._compiled: set[Hashable] = set()  # launch keys whose kernels are compiled
         self._waiting_for_compile: dict[
             Hashable, list[EngineRequest]
         ] = {}  # requests that wait for the compilation of their launch key
-        self._stoppable: list[EngineRequest] = []  # requests in tasks that can end early: cuts and verifications
+        self._stoppable: list[EngineRequest] = []  # requests in tasks that can end early: `Split` and verifications
         self._running = 0  # number of running tasks
-        self._launches = 0  # number of them that are launches
-        self._long = 0  # number of them that are long
-        self._alone = False  # whether a slice runs; no other task starts then
-        self._holding: float | None = None  # time since which nothing starts, so that a slice can run
+        self._launches = 0  # number of running launches
+        self._long = 0  # number of running long tasks
+        self._alone = False  # whether a benchmark slice runs; no other task starts then
+        self._holding: float | None = None  # since when no task starts, because a benchmark slice waits; None otherwise
 
     # Requests
 
@@ -138,7 +138,7 @@ class Scheduler:
         """Put a request into the queue, or into `_waiting_for_compile` until its kernel is compiled."""
         key = request.key
         if request.over_caches and key is None:
-            request.kin = self._device.kin(request)  # no other call changes its caches from now on
+            request.kin = self._device.kin(request)  # known now: no other call changes its caches before it ends
         attention = key is not None and request.planned is not None and not request.over_caches
         if not attention or request.attention.backend != "triton" or key in self._compiled:
             self._waiting.put(request)
@@ -154,8 +154,8 @@ class Scheduler:
             self._device.rows(request)
             compiling = self._device.compile(request)
         except OutOfMemoryError:
-            self._waiting.put(request)  # its launch compiles the kernel
-        except Exception as error:  # an error of one request must not affect its worker
+            self._waiting.put(request)  # its launch will compile the kernel
+        except Exception as error:  # the error of one request must not disconnect its HTTP process
             self._fail(request, error)
         else:
             if compiling is None:
@@ -166,7 +166,7 @@ class Scheduler:
                 compiling.add_done_callback(lambda _: self._has_compiled(key))
 
     def _has_compiled(self, key: Hashable) -> None:
-        """Release the requests whose kernels are compiled. If compilation failed, their launch reports the error."""
+        """Queue the requests that waited for this kernel. If its compilation failed, their launch reports the error."""
         with self.lock:
             self._compiled.add(key)
             for request in self._waiting_for_compile.pop(key):
@@ -174,7 +174,7 @@ class Scheduler:
             self._wake()
 
     def cancel(self, worker: Worker, number: int) -> None:
-        """Drop a request whose result is no longer needed. It is still answered."""
+        """Drop a request whose result is no longer needed. It is answered when no task uses its memory any more."""
 
         def is_cancelled(request: EngineRequest) -> bool:
             return request.worker is worker and request.submit.id == number
@@ -186,9 +186,9 @@ class Scheduler:
     def forget(self, worker: Worker) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
         dropped = self._remove(lambda request: request.worker is worker)
-        # Requests of other processes may wait for the same caches, or need the memory of a forward.
+        # End only these: requests of other processes may wait for their caches, or need the memory that they reserved.
         awaited = [request for request in dropped if request.caches or request.saved_forward is not None]
-        for request in awaited:  # first mark all as failed: the end of one must not queue the next of them
+        for request in awaited:  # first mark all as failed: the end of one must not queue another one of them
             request.failure = out_of_time()
         for request in awaited:
             self._answer(request)
@@ -246,7 +246,7 @@ class Scheduler:
             assert self._holder is not None
             self._holder.leave(request.caches, used=request.submit.body.uses and request.failure is None)
             for other in self._turns.leave(request):
-                if other.failure is None:  # else `forget` is about to drop it
+                if other.failure is None:  # otherwise `forget` answers it next
                     self._queue(other)
                     self._wake()
 
@@ -352,7 +352,7 @@ class Scheduler:
         return BenchmarkSlice(plugin)
 
     def _task(self, batch: list[EngineRequest]) -> Task:
-        """Return the task for `batch`. It has several requests only if they share a launch or their first keys."""
+        """Return the task for `batch`, which has several requests only if they share a launch or are cut together."""
         request = batch[0]
         if request.key is not None:
             self._launches += 1
@@ -375,7 +375,7 @@ class Scheduler:
         return self._part(group)
 
     def _part(self, group: Group) -> Compute:
-        """Return the task of the next part."""
+        """Take the next part from `group`, and return the task that computes it."""
         problem = group.parts.popleft()
         if group.parts:
             self._waiting.put(group)
@@ -392,8 +392,8 @@ class Scheduler:
     def _has_lane(self, item: EngineRequest | Group) -> bool:
         """Return whether a part of the request may start: on a free core, or on the additional lane.
 
-        The additional lane runs a short part if it is the first in the queue, or if all cores run long parts. So short
-        parts cannot overtake a request that needs a free core for ever.
+        The additional lane runs a short part if it is the first in the queue, or if all cores run long parts. So a
+        request that needs a free core is not overtaken by short parts for ever.
         """
         if self._running < self._device.cores:
             return True
@@ -427,7 +427,10 @@ class Scheduler:
         return True
 
     def _goes_on(self, group: Group) -> bool:
-        """Return whether any request of the group is neither late nor failed. If none is, drop the group's parts."""
+        """Return whether the result of any request of the group is still needed. If none is, drop the group's parts.
+
+        Requests that are late are marked as failed.
+        """
         for request in group.requests:
             if _late(request):
                 request.failure = request.failure or out_of_time()
@@ -448,7 +451,7 @@ class Scheduler:
             self._stoppable.remove(request)
         if failure is not None:
             self._fail_all(group, failure)
-        elif group.unwanted or not group.left:  # cancelled during the cut, or one part, which the cut has computed
+        elif group.unwanted or not group.left:  # cancelled during the task, or the task has computed the only part
             self._drop_parts(group)
         else:
             return self._begin(self._part(group))

@@ -1,7 +1,7 @@
 """The tasks of an engine: the scheduler chooses them, and the executor runs them.
 
 `requests` are the requests of a task. `long`: it takes longer than other requests should wait. `brief`: it is so short
-that no other thread needs to listen meanwhile.
+that no other lane needs to listen for messages while it runs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flashpoint_server.ipc.messages import FromEngine, StartBenchmark, StopJob
 
 
 class Plugin(Protocol):
-    """Work beside the requests. It runs in slices, one at a time, while nothing else runs on the device.
+    """Work in addition to requests, such as benchmarks. It runs in slices, while nothing else runs on the device.
 
     A slice is `begin`, `step` and `conclude`. All calls except `step` are made under the scheduler's lock. The messages
-    that `hear`, `history` and `conclude` return go to every HTTP process.
+    from `hear` and `conclude` go to every HTTP process, those from `history` to an HTTP process that connects.
     """
 
-    name: str  # its name in the log
+    name: str  # the plugin's name in the log
     suspect: bool  # whether the last slice may have broken the device
     active: bool  # whether `wants` may return True
 
@@ -45,10 +45,10 @@ class Compute(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Cut a request into parts, if it has many sequences or is over caches. The first part runs directly afterwards.
+    """Cut a request into parts, if it has many sequences or uses caches. The first part runs directly afterwards.
 
-    Calls over caches with equal first keys are cut together. If calls over caches have only one part, this task also
-    computes it. `cores` is the number of free cores for the parts.
+    Calls over caches that begin with the same keys are cut together. If calls over caches make only one part, this task
+    also computes it. `cores` is the number of free cores for the parts.
     """
 
     requests: Sequence[EngineRequest]

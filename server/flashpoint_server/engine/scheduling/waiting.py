@@ -1,9 +1,9 @@
 """The engine's queue: which requests run next, and which of them share a launch.
 
-Requests run in the order of their rank. A rank is a time: the arrival, plus thirty times the predicted seconds that
-remain, minus a bonus for priority. So short requests overtake long ones, an almost finished request is not overtaken by
-a new one, and every request runs eventually. Requests with the same launch key share a launch, up to a budget of FLOPs
-and bytes; their lengths, batch sizes and head counts may differ.
+Requests run in the order of their rank, smallest first. A rank is a time: the arrival, plus thirty times the predicted
+seconds that remain, minus a bonus for priority. So short requests overtake long ones, an almost finished request is not
+overtaken by a new one, and every request runs eventually. Requests with the same launch key share a launch, up to a
+budget of FLOPs and bytes; their lengths, batch sizes and head counts may differ.
 
 A batch closes when its budget is used up, or when its oldest request has waited for `delay`; with a delay of 0, at
 once.
@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waits(Protocol):
-    """A waiting request. `key` is None if it runs alone; `nbytes` is the size of its inputs and outputs."""
+    """A waiting request. `key` is None if it can share no launch; `nbytes` is the size of its inputs and outputs."""
 
     @property
     def rank(self) -> float: ...
@@ -72,9 +72,9 @@ class Waiting(Generic[W]):
         return removed
 
     def take(self, now: float, *, groups: bool, may: Callable[[W], bool] = lambda _: True) -> list[W]:
-        """Remove and return the items to run next, together; empty if none may start.
+        """Remove and return the items to run next: one item, or the requests of one launch; empty if none may start.
 
-        `groups`: whether a launch may start. `may`: whether an item that runs alone may start.
+        `groups`: whether a launch may start. `may`: whether an item without a launch key may start.
         """
         passed: set[Hashable] = set()
         for item in self.items:

@@ -1,1 +1,1 @@
-"""Tensors that an engine stores for callers: the ledger, saved forwards and shared memory."""
+"""State that an engine stores for callers: the ledger of caches and saved forwards, and tensors in shared memory."""

@@ -2,7 +2,7 @@
 
     stored → expired, or its owner's key removed: 410 for an hour → forgotten: 404      stored → deleted: 404
 
-KV caches (caches/store.py) and saved forwards (saved.py) share one memory limit, one quota for each key, and one
+KV caches (caches/store.py) and saved forwards (saved.py) share one memory limit, one quota for each API key, and one
 sequence of serial numbers. This module uses no sockets and no torch.
 """
 
@@ -22,17 +22,17 @@ from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.refusal import Refusal
 
 TOMBSTONE_SECONDS = 3600.0  # how long a call on an expired item gets 410 instead of 404
-TOMBSTONES = 1 << 17  # maximum number of expired items that are remembered for this
+TOMBSTONES = 1 << 17  # maximum number of expired items whose serials are stored, so that calls on them get 410
 SWEEP_SECONDS = 1.0  # seconds between two checks for expired items
-LOST_SECONDS = 60.0  # seconds between two checks if there are no items, only tombstones to forget
+LOST_SECONDS = 60.0  # seconds between two checks if there are no items, only tombstones (records of expired items)
 
 
 @dataclass(eq=False, kw_only=True)
 class Owned(ABC):
-    """An item. `users` counts the waiting and running calls that use it. `ttl` and `expires` use the ledger's clock.
+    """An item of the ledger: a cache or a saved forward. `ttl` and `expires` are in seconds of the ledger's clock.
 
-    `kind` is its name in error messages; `word` is the prefix of its error codes. `disowned`: its owner's key was
-    removed.
+    `users` is the number of waiting and running calls that use it. `kind` is its name in error messages; `word` is the
+    prefix of its error codes. `disowned`: its owner's API key was removed.
     """
 
     kind: ClassVar[str]
@@ -54,7 +54,7 @@ T = TypeVar("T", bound=Owned)
 
 
 class Ledger:
-    """The ledger. `limit` is in bytes.
+    """The ledger that the module describes. `limit` is in bytes.
 
     `enter`, `leave`, `keep_owners` and `sweep` acquire `lock`. Hold it to call other methods that change the ledger.
     """
@@ -66,9 +66,9 @@ class Ledger:
         self._items: dict[int, Owned] = {}
         self._serials = itertools.count(1)
         self._used = 0
-        self.changes = 0  # counts changes of the number of items or of their bytes
+        self.changes = 0  # how often the number of items, or of their bytes, has changed
         self._counts: defaultdict[str, int] = defaultdict(int)  # number of items, by `word`
-        self._bytes: defaultdict[str, int] = defaultdict(int)  # their bytes, by `word`; shared memory counts once
+        self._bytes: defaultdict[str, int] = defaultdict(int)  # bytes of items, by `word`; shared memory counts once
         self._owned: defaultdict[str, int] = defaultdict(int)
         # for each expired item, until when calls get 410, on the ledger's clock
         self._lost: OwnerLru[float] = OwnerLru(TOMBSTONES)
@@ -94,9 +94,10 @@ class Ledger:
     # Memory
 
     def check(self, owner: str, quota: int | None, new: int, net: int, largest: int, kind: str) -> None:
-        """Raise Refusal if a call needs too many bytes: `new` in all, `net` for its owner, and `largest` in one item.
+        """Raise Refusal if a call needs too much memory: `new` more bytes in all, or `net` more for its owner.
 
-        `net` may be larger than `new`, because shared memory counts in full for an owner.
+        Also if `largest`, the bytes of the largest item that the call makes or extends, exceeds the limit.
+        `net` may be larger than `new`, because memory that items share counts for an owner once for each item.
         """
         if largest > self.limit:
             raise Refusal("work_too_large", f"a {kind} of {largest} bytes exceeds the server's limit of {self.limit}")
@@ -177,7 +178,7 @@ class Ledger:
             del self._owned[item.owner]
 
     def keep_owners(self, names: Iterable[str]) -> None:
-        """Free the items of all other owners, whose keys were removed. Items in use are freed after their last call."""
+        """Free the items of all owners except `names`: their keys were removed. Items in use are freed after use."""
         with self.lock:
             owners = set(names)
             for item in [item for item in self._items.values() if item.owner not in owners]:
