@@ -4,8 +4,8 @@ Several threads, the lanes, run the loop. One lane at a time listens: the one th
 
     waiting for the lock → listening → running → (another task) → running …  → waiting for the lock
 
-No work is passed between threads: the lane that finds a task runs it, which saves a wake-up for small requests. Before
-that it releases the lock, unless the task is `brief`.
+No work is passed between threads: the lane that takes a task runs it, which saves a wake-up for small requests. It
+first releases the lock, so that another lane listens, unless the task is `brief`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from flashpoint_server.processes import heap
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-_FREED = 64 << 20  # bytes of freed caches and saved forwards after which heaps are trimmed
+_FREED = 64 << 20  # bytes of freed caches and saved forwards after which the C library's heaps are trimmed
 
-# A thread that needs Python's lock after a kernel waits at most this long for a thread that runs Python code; the
-# default is 5 ms.
+# A thread that needs Python's lock (GIL) after a kernel waits about this long until a thread that runs Python code
+# releases it. Python's default is 5 ms.
 SWITCH_INTERVAL = 0.0005  # seconds
 
 
@@ -82,7 +82,7 @@ class Waker:
 
 
 class EngineLoop:
-    """The loop that the module describes. The scheduler's lock also protects the list of workers."""
+    """The loop that the module describes. The scheduler's lock also protects the list of connected HTTP processes."""
 
     def __init__(self, listener: socket.socket, waker: Waker, scheduler: Scheduler, executor: Executor) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -134,9 +134,9 @@ class EngineLoop:
             return task
 
     def _next_at_once(self) -> Task | None:
-        """Return another task at once, if any.
+        """Return another task if there is one now, without waiting; else None.
 
-        This also receives messages: if all lanes work, no other thread listens.
+        First receive the messages that have arrived, unless another lane listens.
         """
         if self._turn.acquire(blocking=False):
             try:
@@ -155,10 +155,10 @@ class EngineLoop:
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
-                if self._unseen:  # a task changed the ledger after the check, and did not wake this thread
+                if self._unseen:  # a task has changed the ledger since `_look_at_ledger`: look again before sleeping
                     timeout = 0
                     continue
-                self._waker.asleep = True  # under the same lock: from now on the scheduler wakes this thread
+                self._waker.asleep = True  # set under the lock that `_take` needed, so that no later `wake` is missed
                 until = self._scheduler.next_look()
             timeout = None if until is None else max(until - time.monotonic(), 0)
         return None
@@ -178,7 +178,7 @@ class EngineLoop:
             self._trim(Holding(*holding).total)
 
     def _trim(self, nbytes: int) -> None:
-        """Trim the C library's heaps after many bytes of caches and saved forwards have been freed."""
+        """Trim the C library's heaps if many bytes of caches and saved forwards have been freed; `nbytes` remain."""
         self._peak = max(self._peak, nbytes)
         if self._peak - nbytes >= _FREED or (self._peak and not nbytes):
             self._peak = nbytes
@@ -210,7 +210,7 @@ class EngineLoop:
             following = self._scheduler.finish(task, failure)
             for request in task.requests:
                 self._let_go(request.worker)
-            if self._unseen:  # the ledger has changed: the listening thread sends its counts, and plans the next expiry
+            if self._unseen:  # the listening thread must send the ledger's new counts, and note when items may expire
                 self._waker.wake()
             match task:
                 case BenchmarkSlice(plugin=plugin):
@@ -286,7 +286,7 @@ class EngineLoop:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             worker.attach(message.segment, descriptors[0], message.size)
         except (OSError, MemoryError, RuntimeError, ValueError) as error:
-            # No address space, or none that can be pinned; or a caller's own segment has become shorter.
+            # No file descriptor or address space is left, or the file of a caller's own segment has become shorter.
             log.error("segment not mapped", size=message.size, error=str(error))
             worker.send(Unmapped(message.segment))
 
@@ -296,7 +296,7 @@ class EngineLoop:
                 worker.send(one)
 
     def _forget(self, worker: Worker) -> None:
-        """Remove an HTTP process that has disconnected, with its requests."""
+        """Remove an HTTP process that has disconnected, and drop its requests."""
         with self._lock:
             self._scheduler.forget(worker)
             self._workers.remove(worker)
@@ -304,6 +304,6 @@ class EngineLoop:
             self._let_go(worker)
 
     def _let_go(self, worker: Worker) -> None:
-        """Close the channel of a removed worker if nothing runs in its memory, which the worker may then reuse."""
+        """Close the channel of a removed worker when no task uses its memory any more: it may then reuse the memory."""
         if worker not in self._workers and not worker.running:
             worker.close()

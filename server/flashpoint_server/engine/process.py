@@ -55,7 +55,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     die_with_parent(arguments.parent)
     raise_descriptor_limit()
     logs.configure(arguments.log_format, arguments.log_level)
-    from flashpoint_server.engine import self_test  # imports torch, which takes seconds
+    from flashpoint_server.engine import self_test  # imported after the setup above: torch takes seconds to import
     from flashpoint_server.engine.benchmarks.jobs import BenchmarkJobs
     from flashpoint_server.engine.caches.store import CacheStore
     from flashpoint_server.engine.execution.device import DeviceMissingError

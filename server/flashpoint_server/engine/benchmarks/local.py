@@ -60,7 +60,7 @@ def slices(
 ) -> Generator[BenchmarkEvent | None, None, None]:
     """Run a benchmark on a device that also serves requests.
 
-    It yields an event, or None, after about `slice_ms` of work; the device is then idle. A single call that takes
+    Yields an event, or None, after each `slice_ms` of work or so; the device is then idle. A single call that takes
     longer is not split. Closing the generator stops the benchmark. Raises like `benchmark`.
     """
     cases = cases_of(request, device, own_kernel=kernel is not None)

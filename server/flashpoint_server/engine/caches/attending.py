@@ -115,9 +115,9 @@ class CachedCall(NamedTuple):
         return max(0, min(spec.offset(queries, length) - left, length)) if queries else length
 
     def write(self, store: CacheStore) -> list[StoredCache]:
-        """Write the new tokens, or check that the tokens to read are present; return the caches.
+        """Write the call's new tokens, and return the caches. Raises Refusal, and MemoryError.
 
-        Raises Refusal, and MemoryError.
+        Without new tokens, check that the caches still have the tokens to read, and that the masks are long enough.
         """
         cache_ref, rows = self.cache_ref, self.of.rows
         if (new := self.of.new) is not None:

@@ -55,7 +55,7 @@ def _export(
     store: CacheStore, terms: Terms, ids: tuple[int, ...], export: ExportTokens, submit: Submit,
     memory: Mapping[int, mmap.mmap],
 ) -> None:  # fmt: skip
-    """Copy a layer's tokens to the outputs. Raises Refusal 409 if the layer does not hold exactly these tokens."""
+    """Copy a layer's tokens to the outputs. Raises Refusal 409 if they are not those in the range of `export`."""
     (cache,) = store.find(terms, ids)
     track = cache.tracks[export.layer]
     k, v, *scales = (tensor_in(memory, t) for t in submit.outputs)

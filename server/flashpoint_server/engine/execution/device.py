@@ -62,7 +62,10 @@ NO_COPIES = Stages(0.0, 0.0)
 
 
 class _DeviceErrors(AbstractContextManager[None]):
-    """A context manager that passes each MemoryError and RuntimeError to `tell`, in half the time of a generator."""
+    """A context manager that passes each MemoryError and RuntimeError to `tell`.
+
+    It is a class, because one made with `contextlib.contextmanager` takes twice as long.
+    """
 
     def __init__(self, tell: Callable[[MemoryError | RuntimeError], None]) -> None:
         self._tell = tell
@@ -79,8 +82,8 @@ class DeviceMissingError(RuntimeError):
 class TorchDevice:
     """One device and its backends.
 
-    `lanes` threads run its tasks, at most `launches` launches and `cores` parts at the same time. On the CPU they also
-    run one more short part (see scheduler.py).
+    `lanes` threads run its tasks, at most `launches` launches and `cores` parts at the same time. On the CPU, one more
+    thread than `cores` can run a short part (see scheduler.py).
     """
 
     ledger: Ledger  # set, like the stores, before the device serves requests
@@ -90,7 +93,8 @@ class TorchDevice:
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.is_cpu = info.name == "cpu"
-        # A GPU has three lanes: one copies and one computes, on a stream each, and one listens.
+        # A GPU has three lanes: while one launch computes, a second one copies tensors on the CUDA stream of its own
+        # lane, and the third lane waits for messages.
         self.cores = info.cores
         self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
@@ -160,9 +164,9 @@ class TorchDevice:
         return is_lost(self.info.name)
 
     def _tell_apart(self, error: MemoryError | RuntimeError) -> None:
-        """Raise OutOfMemoryError or DeviceLostError if this is the cause of `error`; otherwise return.
+        """Raise OutOfMemoryError if `error` reports a lack of memory, DeviceLostError if the device no longer works.
 
-        A CUDA error may concern only one call, so the device is tested.
+        Otherwise return. A CUDA error may concern only one call, so the device is tested.
         """
         text = str(error)
         # Triton, cuBLAS and torch's CPU allocator report a lack of memory only in the error's text.
@@ -175,7 +179,7 @@ class TorchDevice:
         else:
             short = False
         if short:
-            error.__traceback__ = None  # the traceback refers to tensors that use the memory
+            error.__traceback__ = None  # its frames refer to tensors, whose memory a retry may need
             raise OutOfMemoryError from None
 
     def cuts(self, backend: str) -> bool:
@@ -183,9 +187,9 @@ class TorchDevice:
         return self.is_cpu and backend != "triton"
 
     def compile(self, job: EngineRequest) -> Future[None] | None:
-        """Compile a Triton job's kernels in the background, and return the future; None if they are compiled.
+        """Compile a Triton job's kernels in the background, and return the future; None if they are already compiled.
 
-        Only the tensors' shapes are read, not their values. `rows` has checked the values of index tensors.
+        This reads the shapes of tensors, and the values of index tensors only. Call `rows` first, which checks these.
         """
         if self.is_cpu:
             return None  # on the CPU, Triton kernels are interpreted, not compiled
@@ -225,10 +229,11 @@ class TorchDevice:
         return CallTensors.of(job.spec, there, {})
 
     def kin(self, job: EngineRequest) -> Hashable | None:
-        """Return the key of a group of calls over caches: the chunk with which all of them begin is read only once.
+        """Return a key for a call over caches. Calls with equal keys begin with the same chunk of a cache.
 
-        Return None if the call belongs to no group: on a GPU, on another backend than `torch`, if no other cache shares
-        its first chunk, or if its options do not allow this.
+        If they are computed together, this chunk is read only once. Return None if the call must not be computed with
+        others: on a GPU, on another backend than `torch`, if no other cache shares its first chunk, or if its options
+        do not allow it.
         """
         cache_ref, spec = job.attention.cache_ref, job.spec
         assert cache_ref is not None
@@ -247,9 +252,9 @@ class TorchDevice:
     def attend(
         self, calls: Sequence[tuple[CachedCall, Sequence[StoredCache]]], backend: str, cores: int
     ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
-        """Return the sequences and the seed of each call whose tokens have been written, and parts for `cores` cores.
+        """Cut calls over caches into parts for `cores` cores. Return each call's sequences and seed, and the parts.
 
-        Only calls with equal `kin` share parts. Raises Refusal.
+        `write` has written the calls' tokens. Several calls must have equal `kin`. Raises Refusal.
         """
         with self._device_errors:
             return attend(calls, backend, cores)
@@ -265,8 +270,8 @@ class TorchDevice:
     def launch(self, jobs: Sequence[EngineRequest]) -> tuple[list[int | None], Stages]:
         """Compute jobs with the same launch key. Return the dropout seed of each, and the seconds of the copies.
 
-        The outputs are in the jobs' shared memory. On a GPU, copies and kernels run on the lane's own stream, with one
-        wait at the end. So one lane copies while another computes. Raises OutOfMemoryError and DeviceLostError.
+        The outputs are in the jobs' shared memory. On a GPU, copies and kernels run on the lane's own stream, so one
+        lane copies while another computes; the lane waits only at the end. Raises OutOfMemoryError and DeviceLostError.
         """
         backend = jobs[0].attention.backend
         if self.is_cpu:
@@ -295,7 +300,7 @@ class TorchDevice:
             return [problem.seed for problem in problems], stages
 
     def _cached_problem(self, call: CachedCall) -> Problem:
-        """Return the problem of a call over caches whose tokens have been written. Raises Refusal 422."""
+        """Return the problem of a call over caches, after `write` has written its tokens. Raises Refusal 422."""
         return call.problem(self.caches.find(call.terms, call.cache_ref.caches))
 
     def _copied(self, job: EngineRequest) -> Problem:
@@ -311,9 +316,9 @@ class TorchDevice:
         self, job: EngineRequest, there: Callable[[PlacedTensor], Tensor],
         recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
     ) -> Problem:  # fmt: skip
-        """Return the job's problem. Index tensors are views of shared memory; `there` makes the other tensors.
+        """Return the job's problem. Index tensors are views of shared memory; `there` makes the other inputs.
 
-        `recalled` is called with each tensor of the saved forward that the job uses, and returns the tensor to use.
+        If the job uses a saved forward, `recalled` gets each of its tensors by name, and returns the tensor to use.
         """
         tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         tensors |= {name: recalled(name, t) for name, t in self._recalled(job).items()}
@@ -321,7 +326,10 @@ class TorchDevice:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Run the block on the lane's stream, and wait for its end: the next call on a cache may use another stream."""
+        """Run the `with` block's GPU work on this lane's stream, and wait for its end.
+
+        The wait is needed because the next call on the same cache may use another stream.
+        """
         if self.is_cpu:
             yield
             return
@@ -333,11 +341,11 @@ class TorchDevice:
     # Saved forwards
 
     def reserve(self, save: Save) -> SavedForward:
-        """Reserve memory for a forward that will be saved. Raises Refusal 413 and 429."""
+        """Reserve memory for a forward pass that will be saved. Raises Refusal 413 and 429."""
         return self.saved.reserve(save)
 
     def drop(self, forward: SavedForward) -> None:
-        """Free the memory of a forward that has failed."""
+        """Free the memory that was reserved for a forward pass that has failed."""
         self.saved.drop(forward.serial)
 
     def keep(self, job: EngineRequest) -> None:
@@ -346,9 +354,9 @@ class TorchDevice:
             self._keep(job, None)
 
     def _keep(self, job: EngineRequest, problem: Problem | None) -> None:
-        """Save the tensors of a forward if the job requests it. On a GPU they are not copied, except index tensors.
+        """Save the tensors of a forward pass if the job requests it. On a GPU only index tensors are copied.
 
-        On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
+        On the CPU all are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
         forward's time at 1,024 tokens, and less at more tokens.
         """
         if job.saved_forward is None:
@@ -359,7 +367,7 @@ class TorchDevice:
         else:
             here = {**problem.tensors, **problem.outputs}
             tensors = {t.name: here[t.name].view(t.shape) for t in places}
-            # The index tensors are views of staging memory.
+            # The index tensors are views of staging memory, which an HTTP process reuses.
             tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
         self.saved.keep(job.saved_forward, tensors)
 
@@ -379,7 +387,7 @@ class TorchDevice:
             raise invalid(error.errors) from None
 
     def _stream(self) -> torch.cuda.Stream:
-        """Return the CUDA stream of this lane."""
+        """Return the CUDA stream of this lane (thread)."""
         if not hasattr(self._streams, "stream"):
             self._streams.stream = torch.cuda.Stream(self.info.name)  # type: ignore[no-untyped-call]
         stream: torch.cuda.Stream = self._streams.stream
@@ -404,7 +412,7 @@ class TorchDevice:
                 raise invalid(error.errors) from None
 
     def empty_cache(self) -> None:
-        """Free unused memory before a retry."""
+        """Free memory that no tensor uses any more, before a retry."""
         gc.collect()
         if not self.is_cpu:
             with self._current():
@@ -437,7 +445,7 @@ def _cudart() -> Any:
 
 
 def _speed(device: str) -> float:
-    """Return the FLOP/s of a matrix product on one thread, or on a GPU."""
+    """Return the measured FLOP/s of a matrix product: in float32 on one CPU thread, or in bfloat16 on a GPU."""
     n, dtype = (512, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
     t = torch.ones(n, n, dtype=dtype, device=device)
     seconds = []

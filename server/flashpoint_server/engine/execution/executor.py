@@ -55,7 +55,10 @@ class Executor:
         self._numbers = itertools.count(1 + secrets.randbits(62))  # launch numbers, which must be unique for traces
 
     def run(self, task: Task) -> Exception | None:
-        """Run a task. Return the error of a Compute, Split or SaveForward, or None. Other tasks send their answers."""
+        """Run a task. Return the error of a Compute, Split or SaveForward, for `Scheduler.finish`; None otherwise.
+
+        The other tasks answer their requests themselves, also if they fail.
+        """
         match task:
             case Compute():
                 return self._compute(task.requests[0], task.problem)
@@ -111,7 +114,7 @@ class Executor:
                     run = partial(self._run_part, parts[0], request.attention.backend)
                     if task.cores > 1 or task.long:
                         run()
-                    else:  # leave cores for other requests
+                    else:  # kernel threads leave one core to Python code (kernel_threads.py)
                         self._kernels.run(run)
                     parts = ()
                 task.group.add(parts)
@@ -140,7 +143,7 @@ class Executor:
         return parts
 
     def _call(self, request: EngineRequest) -> CachedCall:
-        """Return the call over caches of a request. Raises Refusal 422."""
+        """Return a request's tensors and caches as a `CachedCall`. Raises Refusal 422."""
         device, cache_ref = self.device, request.attention.cache_ref
         assert cache_ref is not None
         of = device.call_tensors
@@ -201,15 +204,15 @@ class Executor:
             request.worker.send(Verified(request.submit.id, report, request.began, time.perf_counter()))
 
     def _telling(self, request: EngineRequest) -> Callable[[VerifyProgress], None]:
-        """Return a function that sends a verification's progress if the caller wants it.
+        """Return a function that sends a verification's progress, if its caller has asked for progress messages.
 
-        It raises `request.failure` if this is set, which ends the verification.
+        The function raises `request.failure` if this is set, which ends the verification.
         """
         last = -TOLD_SECONDS
 
         def tell(progress: VerifyProgress) -> None:
             nonlocal last
-            if request.failure is not None:  # the scheduler has set the failure
+            if request.failure is not None:  # the scheduler sets it to end a cancelled verification
                 raise request.failure
             if request.verification.wants_progress and (now := time.monotonic()) >= last + TOLD_SECONDS:
                 last = now
@@ -218,7 +221,10 @@ class Executor:
         return tell
 
     def _solve(self, batch: Sequence[EngineRequest], *, splits: int, tries: int) -> None:
-        """Compute a batch and answer it. If memory runs out, retry in halves; if something else fails, one by one."""
+        """Compute a batch of requests, and answer them.
+
+        If memory runs out, retry with each half of the batch; after another error, with each request alone.
+        """
         failure: Exception | None = None
         try:
             with self._watchdog.watched():
@@ -254,9 +260,9 @@ class Executor:
             self.answer(request)
 
     def _done(self, request: EngineRequest, size: int, stages: Stages, about: Batch | None, number: int) -> None:
-        """Answer a request that was computed in launch `number` with `size` requests.
+        """Answer a request that was computed in launch `number`, which had `size` requests.
 
-        `about` describes the launch, for one of its requests; it is None for the others.
+        `about` describes the launch; it is given for one request of the launch, and is None for the others.
         """
         body, spec = request.attention, request.spec
         metadata: dict[str, Any] = {"backend": body.backend}
@@ -277,7 +283,7 @@ class Executor:
 
 
 def _failed(request: EngineRequest) -> Failed:
-    """Return the error message for a failed request. Ends the process if its device is lost."""
+    """Return the message to send for a failed request. End the process if the failure is DeviceLostError."""
     submit, error = request.submit, request.failure
     assert error is not None
     if isinstance(error, DeviceLostError):
@@ -294,7 +300,7 @@ def _failed(request: EngineRequest) -> Failed:
     else:
         log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
         reply = Failed(submit.id, "internal_error", "the server failed: a bug, logged by its engine", [])
-    error.__traceback__ = None  # the request keeps the error, which must not keep tensors alive
+    error.__traceback__ = None  # the request refers to the error, whose traceback would keep tensors alive
     return reply
 
 

@@ -1,9 +1,9 @@
-"""Run kernels in threads that run nothing else.
+"""Run kernels in threads that run nothing else, one fewer than cores, so that one core runs only Python code.
 
-A kernel that reads a cache replaces everything in the processor caches of its core. Python code that runs there next
-takes twice as long: on 2 cores with eight callers, each over a cache of 16 MiB, a token took 250 µs of Python in the
-engine; over caches of a few hundred keys, 140 µs. So kernels leave one core free while other requests
-run or wait.
+A kernel that reads a large KV cache evicts everything else from the processor caches of its core. Python code that runs
+there next takes about twice as long: on 2 cores with eight callers, the engine's Python code took 250 µs for a token
+with KV caches of 16 MiB, and 140 µs with KV caches of a few hundred keys. So kernels run in these threads while other
+requests run or wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KernelThreads:
             self._run_next()
 
     def _run_next(self) -> None:
-        """Run the next call. This is a separate method so that a waiting thread has no reference to the last call."""
+        """Run the next call. A separate method, because variables of the loop would keep an ended call alive."""
         call, errors, running = self._calls.get()
         try:
             call()
