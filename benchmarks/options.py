@@ -31,7 +31,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
-from record import file_name
+from record import machine_name
 from runner import SERVICE, Args, apart, environment, option, pair, run, seconds, target
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
@@ -480,7 +480,7 @@ def plain_bounds(amx: bool) -> Iterator[tuple[str, Row, float]]:
 
 def measure(args: Args) -> dict[str, Any]:
     machine = environment(*SERVICE)
-    file = args.out / f"options-{file_name(machine['device'])}.json"
+    file = args.out / f"options-{machine_name(machine)}.json"
     recorded = json.loads(file.read_text()) if args.only and file.exists() else {}
     rows, when = dict(recorded.get("rows", {})), dict(recorded.get("measured", {}))
     for section in (args.only,) if args.only else sections():

@@ -68,9 +68,13 @@ def percentile(samples: Sequence[float], part: float) -> float:
     return float(np.percentile(samples, part)) if len(samples) else math.inf
 
 
-def file_name(device: str) -> str:
-    """Return the device's name in a form that fits file names."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+def machine_name(made: Mapping[str, Any]) -> str:
+    """Return the device of an `environment` for file names, with "-avx2" if the CPU has AVX2 but not AVX-512.
+
+    Processors of both kinds have the same name, AMD EPYC, and different speeds.
+    """
+    device = re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
+    return device + ("-avx2" if made.get("kernels") == "c-avx2" else "")
 
 
 def write_compiled(path: Path, **fields: Any) -> None:
@@ -84,8 +88,8 @@ def write_compiled(path: Path, **fields: Any) -> None:
 
 
 def write(folder: Path, what: str, result: Mapping[str, Any]) -> None:
-    """Write `result` to WHAT-DEVICE.json, and print the path. DEVICE comes from the result's environment."""
-    path = folder / f"{what}-{file_name(result['environment']['device'])}.json"
+    """Write `result` to WHAT-MACHINE.json, and print the path. MACHINE comes from the result's environment."""
+    path = folder / f"{what}-{machine_name(result['environment'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(f"written: {path}")

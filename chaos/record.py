@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, file_name
+from benchmarks.record import ROOT, machine_name
 
 
 def summary(files: list[Path]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def summary(files: list[Path]) -> dict[str, Any]:
 
 def main() -> int:
     result = summary([Path(name) for name in sys.argv[1:]])
-    device = file_name(result["runs"][0]["environment"]["device"])
+    device = machine_name(result["runs"][0]["environment"])
     path = ROOT / "benchmarks" / "results" / f"faults-{device}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{path}: {result['injected']} faults in {result['rounds']} rounds, {len(result['violations'])} violations")
