@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -326,21 +325,23 @@ def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
     """Yield the call for dattn_mask if a problem requests it. All masks of a launch have one dtype (`launch_key`)."""
     route, tile = launch.route, launch.config.backward_q
-    items: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    items: list[tuple[int, ...]] = []
+    dtype = None
     for problem, first in zip(launch.problems, launch.first_row, strict=False):
         if "dattn_mask" not in problem.outputs:
             continue
         spec = problem.spec
         view = problem.view("dattn_mask")
         sizes = [n if stride else 1 for n, stride in zip(view.shape, view.stride(), strict=True)]
-        items[spec.tensors["attn_mask"].dtype] += [
+        dtype = spec.tensors["attn_mask"].dtype
+        items += [
             (first + b, *rest)
             for b, *rest in mask_parts(sizes, spec.q_len, spec.kv_len, spec.batch, spec.q_heads, tile)
         ]
-    for dtype, listed in items.items():
+    if dtype is not None:
         constants = {"LEVEL": 2, "DMASK_DTYPE": TYPES[dtype], "BLOCK_N": tile.block_n}
         code = route.code(attention_backward_mask, dtype, partial(_with, tile, route.shared(*ALL) | constants))
-        rows = np.array(listed, np.int32)
+        rows = np.array(items, np.int32)
         yield launch.call(code, rows, 1, lambda items: (launch.table, launch.floats, items, *launch.dims))
 
 
@@ -380,7 +381,6 @@ def _launches(
     groups: dict[Route, tuple[list[Problem], list[Table]]] = {}
     for problem, extra in zip(problems, extras, strict=True):
         if not problem.rows:  # an empty batch has no program; `prepare` writes zeros to its dattn_mask and dsinks
-            problem.clear_outputs()
             continue
         made = Table(problem, extra)
         route = route_of(problem, made.aligned, _goes_hopper(problem, made), tiles)

@@ -37,14 +37,6 @@ class CachedPart:
     rows: Sequence[Row]
     seed: int | None
 
-    @property
-    def first_head(self) -> int:
-        """Return 0, like a `Problem` with the request's first head: only the `rows` of such parts are counted.
-
-        Together the parts of a call have each sequence once in `rows`.
-        """
-        return 0
-
     def compute(self) -> None:
         """Compute this part's rows of o and lse, and write them to the outputs."""
         self.forward.compute(self.first, self.last)
