@@ -76,7 +76,7 @@ def solved(t, options, direction, backend):
 
 any_problem = given(
     lengths=LENGTHS, layout=st.sampled_from(["bhsd", "bshd", "thd"]), heads=st.sampled_from([1, 2, 4]),
-    dim=st.sampled_from([1, 8, 24]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dim=st.sampled_from([1, 8, 24]), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     mask=st.sampled_from(["none", "own", "shared", "row"]), extras=st.booleans(), options=OPTIONS,
     backend=st.sampled_from(["torch", "tiled"]),
 )  # fmt: skip

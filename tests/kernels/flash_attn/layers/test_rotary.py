@@ -38,7 +38,11 @@ def test_rotary_turns_pairs_by_position(
 
 @pytest.mark.parametrize("scale_base", [None, 8.0])
 def test_the_layer_turns_q_and_k_and_leaves_v(scale_base: float | None) -> None:
-    """The layer leaves v unchanged, and a product of q and k depends on their distance alone, also with XPos."""
+    """The layer leaves v unchanged. Without and with XPos, a product of q and k has the value of the paper's formula.
+
+    XPos (Sun et al. 2022): a pair of columns turns by its angle for each position between q and k, and is scaled by its
+    factor to the power of (position of q − position of k) / `scale_base`.
+    """
     layer = rotary.RotaryEmbedding(16, scale_base=scale_base, device=DEVICE)
     qkv = normal(1, 6, 3, 1, 16)
     qkv[:] = qkv[:, :1]  # q and k are the same at each position
@@ -46,10 +50,13 @@ def test_the_layer_turns_q_and_k_and_leaves_v(scale_base: float | None) -> None:
     assert layer(qkv) is qkv
     q, k, _ = qkv[0, :, :, 0].double().unbind(1)
     assert torch.equal(qkv[:, :, 2], before[:, :, 2])
-    products = q @ k.T
-    for distance in range(-5, 6):
-        diagonal = products.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
+    (q0, q1), (k0, k1) = (before[0, 0, n, 0].double().view(2, 8) for n in (0, 1))
+    distance = torch.arange(6, device=DEVICE).double()[:, None, None] - torch.arange(6, device=DEVICE)[None, :, None]
+    column = torch.arange(0, 16, 2, device=DEVICE).double()
+    decay = 1.0 if scale_base is None else ((column / 16 + 0.4) / 1.4) ** (distance / scale_base)
+    angle = distance * 10000.0 ** -(column / 16)
+    expected = (decay * ((q0 * k0 + q1 * k1) * angle.cos() + (q0 * k1 - q1 * k0) * angle.sin())).sum(-1)
+    torch.testing.assert_close(q @ k.T, expected, atol=1e-4, rtol=1e-4)
     grouped = torch.cat([before[:, :, 0].repeat(1, 1, 2, 1), before[:, :, 1], before[:, :, 2]], 2)
     layer(grouped, num_heads_q=2)
     assert torch.equal(grouped[:, :, 1:2], qkv[:, :, 0])
