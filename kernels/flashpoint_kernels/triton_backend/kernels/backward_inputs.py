@@ -18,7 +18,8 @@ from flashpoint_kernels.triton_backend.kernels.scores import LOG2E, modify, prob
 from flashpoint_kernels.triton_backend.kernels.tiles import load, load_sequence, locate_vector, rows_of
 
 # Columns of a work item: first table row and number of rows (the batch) to sum over, first head and number of heads,
-# queries [m_lo, m_hi) and keys [n_lo, n_hi): one tile of the mask, or all tiles of a dimension that is summed over.
+# queries [m_lo, m_hi) and keys [n_lo, n_hi). Each of these two ranges is that of one tile of the mask, or all queries
+# or keys if they are summed over.
 MASK_ITEM = tl.constexpr(8)
 
 
@@ -26,7 +27,7 @@ MASK_ITEM = tl.constexpr(8)
 def score_gradient(block, j0, seq, k_rows, v_rows, C: tl.constexpr):
     """Return dS (M, N) of a QueryBlock and the tile of keys at j0.
 
-    It does not contain the cap's slope, because the mask is added after the cap.
+    The derivative of the softcap is not a factor, because the mask is added after the softcap.
     """
     zeros = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     o_m, within = block.queries, tl.arange(0, C.BLOCK_N)
@@ -99,7 +100,7 @@ SINK_ITEM = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["heads"])
 def attention_backward_sinks(table, items, heads, C: tl.constexpr):
-    """Store dsinks of one head of one problem, float32. Grid: items × heads."""
+    """Store one element of dsinks: that of one head of one problem, float32. Grid: items × heads."""
     item = items + (tl.program_id(0) // heads) * SINK_ITEM
     head = tl.program_id(0) % heads
     first, batch = tl.load(item).to(tl.int64), tl.load(item + 1)

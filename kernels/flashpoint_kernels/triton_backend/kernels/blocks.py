@@ -16,8 +16,8 @@ from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.bounds import query_range
 from flashpoint_kernels.triton_backend.kernels.tiles import block_at, key_stretches, load_sequence
 
-# Columns of a work item: table row, first row of the block, first and last key of its part (for a block of keys: 0 and
-# the last query), and the position of its lists in units of UNIT.
+# Columns of a work item: table row, first row of the block, the keys [lo, hi) of its part (for a block of keys: the
+# queries [0, q_len)), and the position of its lists in units of UNIT.
 ITEM = tl.constexpr(5)
 HEADER = tl.constexpr(2)
 UNIT = tl.constexpr(16)
@@ -26,21 +26,27 @@ _CHUNK = tl.constexpr(64)  # number of tiles that one iteration examines
 
 @triton.jit
 def list_at(lists, place, count, nth, t):
-    """Return the pointer to the list of the nth head of a grid of heads; a list has at most `count` tiles."""
+    """Return the pointer to the list of head `nth` of a work item, whose lists begin at `place` (see ITEM).
+
+    A list has at most `count` tiles. If all heads of the sequence share a block mask, there is only the list of head 0.
+    """
     nth = tl.where(tl.load(t + col.BLOCKS + 1) == 0, 0, nth)
     return lists + (place + nth * tl.cdiv(count + HEADER, UNIT)).to(tl.int64) * UNIT
 
 
 @triton.jit
 def listed_stretches(tiles, C: tl.constexpr):
-    """Return the bounds of `tiles.key_stretches` for a list: positions in the list, multiplied by BLOCK_N."""
+    """Return (lo, full_lo, full_hi, hi) like `tiles.key_stretches`, but as positions in the list `tiles` × BLOCK_N."""
     full_hi, hi = tl.load(tiles) * C.BLOCK_N, tl.load(tiles + 1) * C.BLOCK_N
     return 0, 0, full_hi, hi
 
 
 @triton.jit
 def key_tile(at, tiles, C: tl.constexpr):
-    """Return (first key, 1 if the block mask cuts the tile) of the tile at position `at` of a loop over stretches."""
+    """Return (first key of a tile, 1 if the block mask cuts the tile).
+
+    `at` is the first key itself; with a block mask it is the tile's position in the list `tiles` × BLOCK_N.
+    """
     j0, cut = at, 0
     if C.BLOCKS:
         word = tl.load(tiles + HEADER + at // C.BLOCK_N)
@@ -50,10 +56,11 @@ def key_tile(at, tiles, C: tl.constexpr):
 
 @triton.jit
 def query_tile(nth, at, tiles, heads, C: tl.constexpr):
-    """Return (head in the group, first query, 1 if the mask cuts it) of a tile in a loop over heads and queries.
+    """Return (index of the query head in its group, first query, 1 if the block mask cuts it) of a tile of queries.
 
-    `heads` is the number of heads whose tiles are in one list: those of the group, or 1 if all heads have the same
-    tiles.
+    Without a block mask, `nth` is the index and `at` the first query. With one, `at` is the tile's position in the list
+    `tiles` × BLOCK_M. `heads` is the number of heads whose tiles are in this list: all of the group, and then `nth` is
+    0; or 1 if all heads share a mask, and then `nth` is the index.
     """
     i0, cut = at, 0
     if C.BLOCKS:
@@ -79,9 +86,9 @@ def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
 
 
 class _Span(NamedTuple):
-    """Rows or columns of blocks, from `first` to `last`: scalars, or (_CHUNK,) for several spans.
+    """The rows or columns of the block mask, `first` to `last` inclusive, that one tile overlaps.
 
-    `steps` is the largest number of rows or columns in a span.
+    The fields are scalars, or (_CHUNK,) for several tiles. `steps` is the largest number of rows or columns of a tile.
     """
 
     first: Any
@@ -91,9 +98,10 @@ class _Span(NamedTuple):
 
 @triton.jit
 def _seen_of(t, head, heads, rows, columns, wanted):
-    """Return (some, every), each 0 or 1: whether any or all blocks in the spans `rows` and `columns` are true.
+    """Return (some, every) for _CHUNK tiles, each 0 or 1: whether any, and whether all blocks of a tile are true.
 
-    The blocks are those of `heads` heads from `head` on. `wanted` is true where there is a tile.
+    The blocks of a tile are in the spans `rows` and `columns` of the block masks of `heads` heads from `head` on.
+    `wanted` is false for elements without a tile.
     """
     p = tl.load(t + col.BLOCKS).to(tl.pointer_type(tl.int8))
     stride, row, column = tl.load(t + col.BLOCKS + 1), tl.load(t + col.BLOCKS + 2), tl.load(t + col.BLOCKS + 3)
@@ -126,7 +134,10 @@ def tile_is_seen(i0, j0, seq, C: tl.constexpr):
 
 @triton.jit
 def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
-    """Write the lists for blocks of queries. Grid: items × `heads`, the largest number of lists of an item."""
+    """Write the lists of key tiles that blocks of queries compute.
+
+    Grid: items × `heads`, the largest number of lists of an item.
+    """
     item = items + (tl.program_id(0) // heads) * ITEM
     nth = tl.program_id(0) % heads
     t = table + tl.load(item).to(tl.int64) * col.WIDTH
@@ -163,9 +174,11 @@ def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
 
 @triton.jit
 def list_query_tiles(table, items, lists, heads, C: tl.constexpr):
-    """Write the lists for blocks of keys: the tiles of all query heads of a key/value head, one head after the other.
+    """Write the lists of query tiles that blocks of keys compute.
 
-    A tile's number is (tile of queries) × heads + head. Grid: items × `heads`, the largest number of lists of an item.
+    A list has the tiles of all query heads of a key/value head, one head after the other, or of one head if all heads
+    share a block mask (`several` = 1). A tile's number is (tile of queries) × several + (index of the head in its
+    group). Grid: items × `heads`, the largest number of lists of an item.
     """
     item = items + (tl.program_id(0) // heads) * ITEM
     nth = tl.program_id(0) % heads

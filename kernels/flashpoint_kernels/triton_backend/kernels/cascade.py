@@ -1,11 +1,12 @@
-"""Sequences that have keys in the same pages read them once (cascade attention: Ye et al. 2025, FlashInfer, §3.1.2).
+"""Read keys that several sequences share once for all of them (cascade attention: Ye et al. 2025, FlashInfer, §3.1.2).
 
-Forks of a prompt name the same pages. Where the forward splits the keys of such sequences into the same parts, one
-program reads a part for the rows of all of them, as many as fit a packed block, and stores each sequence's answer of
-this part where its own program would have stored it. So the parts, their order and the shape of each product are the
-same as without sharing, and so are the bits of every row.
+Sequences that begin with the same prompt may have block tables with the same pages. If the forward splits their keys at
+the same positions, one program computes a part of the keys for several of these sequences, as many as fit into a packed
+block. It stores the partial o and lse of each sequence in the scratch slot that the sequence's separate program would
+use. So the parts, their order and the shape of each product are the same as without sharing, and every row of the
+answer has the same bits.
 
-sharing.py chooses the parts.
+host/sharing.py chooses the parts.
 """
 
 import triton
@@ -18,7 +19,7 @@ from flashpoint_kernels.triton_backend.kernels.tiles import columns_from, keys_o
 
 # Columns of a work item: its first member, its number of members, and its keys [lo, hi).
 ITEM = tl.constexpr(4)
-# Columns of a member: table row, and the scratch slot of the part.
+# Columns of a member (one sequence of a work item): its table row, and the scratch slot of its partial o and lse.
 MEMBER = tl.constexpr(2)
 
 
@@ -26,11 +27,11 @@ MEMBER = tl.constexpr(2)
 def attention_cascade(
     table, floats, items, members, part_o, part_lse, heads, head_dim, value_dim, C: tl.constexpr
 ):  # fmt: skip
-    """Store the parts o and lse of one key/value head of several sequences, from keys that they have in common.
+    """Store the partial o and lse of one key/value head for each of several sequences, over keys that they share.
 
     Grid: work items × `heads`, the largest number of key/value heads of the launch. The arguments are those of
-    `attention_forward`; members (n, MEMBER) int32. All members of an item have equal numbers of rows, at most BLOCK_M
-    together, and their blocks begin at row 0.
+    `attention_forward`; members (n, MEMBER) int32 lists the sequences. All members of an item have equal numbers of
+    rows, at most BLOCK_M together, and their blocks begin at row 0.
     """
     item = items + (tl.program_id(0) // heads) * ITEM
     kv_head = tl.program_id(0) % heads

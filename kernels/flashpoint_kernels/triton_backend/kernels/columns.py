@@ -11,17 +11,18 @@ Q, K, V, O, LSE = (tl.constexpr(3 * n) for n in range(5))  # noqa: E741
 DO, DQ, DK, DV, DLSE, STATS = (tl.constexpr(3 * n) for n in range(5, 11))
 MASK, DMASK = tl.constexpr(33), tl.constexpr(37)  # address; strides of a head, a row, a column
 ALIBI, SINKS, DSINKS = tl.constexpr(41), tl.constexpr(42), tl.constexpr(43)  # address of head 0, stride 1; 0: none
-Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # valid rows, rows with padding
+Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # _LEN: valid rows; _ROWS: with padding
 # query i sees key j iff -LEFT <= j - i - OFFSET <= RIGHT
 OFFSET, LEFT, RIGHT = (tl.constexpr(n) for n in range(48, 51))
 HEADS, GROUP = tl.constexpr(51), tl.constexpr(52)  # query heads, and how many of them share a key/value head
-# dropout: sequence number and seed for Philox; a random word below DROP_BELOW drops the weight
+# dropout: the sequence's index in its request and the seed, for Philox; a random word below DROP_BELOW drops the weight
 INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))
-PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))  # PAGES: address of the page numbers, int32
+# address of the sequence's page numbers (int32), keys of a page, pages of the pool
+PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))
 K_PAGE, V_PAGE = tl.constexpr(59), tl.constexpr(60)  # strides of a page
-K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # float32: address; strides of a head, a row, a page
+K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # address of float32 scales; strides of a head, a row, a page
 BLOCKS = tl.constexpr(69)  # address of the block mask; strides of a head, a row, a column
-BLOCK_SIZE = tl.constexpr(73)  # queries and keys of a block
+BLOCK_SIZE = tl.constexpr(73)  # two columns: queries and keys of a block of the block mask
 WIDTH = tl.constexpr(75)
 
 # float32 columns

@@ -87,8 +87,8 @@ def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.co
         o_n = j0 + within
         places = places_of(j0, tiles.pages, seq.band.kv_len, C)
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
-        # Load both tiles before the first product: then one proxy fence orders both copies (see ptx.py). Wide heads
-        # have too little memory for both, and their products need no fence.
+        # Load both tiles before the first product: then one proxy fence orders both copies (see tools/ptx.py). Tiles of
+        # wide heads do not fit into shared memory together, and their products need no fence.
         if C.BLOCK_D <= 256:
             b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
         if C.KEYS is not None:
@@ -224,7 +224,7 @@ def merge_parts(table, items, part_o, part_lse, heads, value_dim, C: tl.constexp
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
     softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
-    # Load parts ahead where they fit in memory: a block of few queries has a part for each 256 to 1024 keys.
+    # Prefetch parts if four fit into shared memory: a block of few queries has many parts, one for 256 to 1024 keys.
     STAGES: tl.constexpr = 4 if C.BLOCK_M * C.BLOCK_DV <= 4096 else 1
     for n in tl.range(0, parts, num_stages=STAGES):
         part = (first + n) * heads + nth

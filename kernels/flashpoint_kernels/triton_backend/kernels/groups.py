@@ -5,8 +5,8 @@ which is part of the key in Triton's disk cache, names each field, whatever thei
 or `values`, because Triton's tuples have attributes with these names. A loop carries a NamedTuple like a tensor. A
 number in a NamedTuple becomes a tensor when it is assigned, so constants for shapes and slices are separate arguments.
 
-All constants are attributes of one constant, `Constants`. Triton 3.6 accepts numbers, booleans and dtypes of it as
-arguments of other functions, but no strings.
+All constants are attributes of one constant, `Constants`. Triton 3.6 accepts its attributes as arguments of other
+functions if they are numbers, booleans or dtypes, but not if they are strings.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-# The ways to widen 8-bit keys: float8_e4m3fn by the GPU's instruction, or by shifts of its bits.
+# The ways to widen 8-bit keys: int8; float8_e4m3fn by the GPU's instruction; float8_e4m3fn by shifts of its bits.
 INT8, FLOAT8, FLOAT8_BITS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of a compiled kernel. Unused constants are None, so it is compiled once for all their values.
+    """The constants of a compiled kernel. Those that a kernel does not use are None, so that they cause no compilation.
 
     - LEVEL is `Spec.level`.
     - DTYPE, MASK_DTYPE and DMASK_DTYPE are Triton's dtypes of the tensors, the mask (None: no mask) and its gradient.
@@ -34,7 +34,8 @@ class Constants:
       the sum of two powers of two, BLOCK_D and BLOCK_REST; otherwise BLOCK_REST is 0 (see config.parts_of).
     - EVEN: the head dimensions need no padding.
     - STAGES is the number of tiles of a tensor in shared memory at a time.
-    - CARRY_FLOAT32: the loop of a kernel for Hopper carries P, or in dQ dS, in float32 (see config.carries_float32).
+    - CARRY_FLOAT32: the loop of a kernel for Hopper passes P (in the kernel for dQ: dS) to its next iteration as
+      float32 (see config.carries_float32).
     - PACKED: the rows of a block are the queries of all heads that share a key/value head (see Block).
     - PAGED: keys and values are pages.
     - KEYS says how 8-bit keys and values are widened (see tiles.widened); None if they have DTYPE.
@@ -65,7 +66,7 @@ class Constants:
         return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     def __hash__(self) -> int:
-        return self._hash  # Triton hashes the constants in each launch
+        return self._hash  # cached, because Triton hashes the constants in each launch
 
 
 class Band(NamedTuple):
@@ -81,8 +82,8 @@ class Band(NamedTuple):
 class Sequence(NamedTuple):
     """A sequence and one of its heads.
 
-    `row` and `scalars` are pointers to the sequence's rows in the two tables, `scale` is the factor of its scores, and
-    `band` its Band. In a packed block `head` is (M, 1).
+    `row` and `scalars` are pointers to the sequence's rows in the int64 and the float32 table (see columns.py), `scale`
+    is the factor of its scores, and `band` its Band. In a packed block `head` is (M, 1).
     """
 
     row: Any
@@ -134,9 +135,10 @@ class Keys(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The pages of a sequence: the address of their numbers, keys of a page, ⌊(2³² − 1) / size⌋, and pages of the pool.
+    """The pages of a sequence.
 
-    `size` and `inverse` are uint32, and `pool` is int32.
+    `numbers` is the address of the page numbers, `size` the number of keys of a page, `inverse` ⌊(2³² − 1) / size⌋, and
+    `pool` the number of pages in the pool. `size` and `inverse` are uint32, and `pool` is int32.
     """
 
     numbers: Any

@@ -23,7 +23,7 @@ if INTERPRETED:
     _create_dot = interpreter.InterpreterBuilder.create_dot
 
     def _multiply_rows(builder: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
-        """Return d + a @ b like `create_dot`; the bits of a row do not depend on its place."""
+        """Return d + a @ b like `create_dot`; the bits of a row do not depend on its position in the tile."""
         if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
             return _create_dot(builder, a, b, d, *more)
         product = np.matmul(a.data[..., :, None, :], b.data[..., None, :, :], dtype=d.data.dtype)[..., 0, :]

@@ -53,9 +53,9 @@ def visible_to(j, i0, m, band, C: tl.constexpr):
 
 @triton.jit
 def modify(qk, i, j, seq, C: tl.constexpr):
-    """Return (s in units of log 2, the cap's slope ds/ds_raw) for a tile of raw products `qk`, float32.
+    """Return (scores s·log2(e), the softcap's derivative at scale·qk) for a tile of products `qk`, float32.
 
-    Keys that a boolean mask removes are −inf; `visible` applies the band.
+    Scores that a boolean mask hides are −inf. The caller applies the band (see `visible`).
     """
     t, band = seq.row, seq.band
     slope = tl.full([1, 1], 1.0, tl.float32)
@@ -110,5 +110,5 @@ def keep(queries, j0, seq, C: tl.constexpr):
 
 @triton.jit
 def probabilities(s, lse):
-    """Return P = 2^(s − lse), limited to 1: scores of two passes are rounded differently, so P could exceed 1."""
+    """Return P = 2^(s − lse), limited to 1: forward and backward round scores differently, so P could exceed 1."""
     return tl.exp2(tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))

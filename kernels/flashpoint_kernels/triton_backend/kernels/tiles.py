@@ -62,7 +62,8 @@ def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, he
 def pages_of(t, C: tl.constexpr):
     """Return the Pages of the sequence in row `t` of the table; without pages, all fields are 0.
 
-    A loop over tiles needs them before it begins: Triton loads a tile ahead only if its address needs one other load.
+    Call this before a loop over tiles, not in it: Triton prefetches a tile only if its address needs at most one other
+    load.
     """
     numbers, size, inverse, pool = 0, 0, 0, 0
     if C.PAGED:
@@ -75,10 +76,10 @@ def pages_of(t, C: tl.constexpr):
 
 @triton.jit
 def places_of(j0, pages, kv_len, C: tl.constexpr):
-    """Return the KeyTile that begins at key j0. Do not read a page whose number is outside the pool.
+    """Return the KeyTile that begins at key j0. Its `valid` is false for keys whose page number is outside the pool.
 
-    The quotient o_n // size comes from the product with ⌊(2³² − 1) / size⌋, which is at most one too small, and takes a
-    quarter of the instructions of a division.
+    The quotient o_n // size is computed as the upper half of o_n·⌊(2³² − 1) / size⌋, which is at most one too small and
+    is then corrected. This takes a quarter of the instructions of a division.
     """
     o_n = j0 + tl.arange(0, C.BLOCK_N)
     page, row, valid = 0, o_n, 0
@@ -103,7 +104,10 @@ def unsigned(numbers):
 
 @triton.jit
 def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
-    """Return keys or values at `places`, (N, BLOCK_D) in DTYPE; 8-bit numbers are not scaled. For FULL see `load`."""
+    """Return keys or values at `places`, (N, BLOCK_D), as they are stored: 8-bit numbers are not widened or scaled.
+
+    For FULL see `load`.
+    """
     if C.PAGED:
         o_d = tl.arange(0, BLOCK_D)
         row = unsigned(places.row) * keys.rows.stride.to(tl.uint64)
@@ -113,7 +117,7 @@ def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.con
             m_k = m_k & (o_d[None, :] < keys.rows.dim)
         block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
     else:
-        # With EVEN, 32-bit offsets stay in registers; otherwise the test of columns needs these registers.
+        # `load_tile` keeps 32-bit offsets in registers. Without EVEN, the mask of the columns needs these registers.
         if C.EVEN:
             block = load_tile(keys.rows, places.first, places.row, BLOCK_D, FULL, C)
         else:
@@ -199,14 +203,14 @@ def heads_column(block, C: tl.constexpr):
 def locate_vector(t, VECTOR: tl.constexpr):
     """Return (pointer to row 0 of head 0, stride of a head) of a float32 vector.
 
-    This is `lse`, `dlse`, or the output of `attention_delta`.
+    VECTOR is the table column of `lse`, `dlse`, or `stats` (the output of `attention_delta`).
     """
     return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
 
 
 @triton.jit
 def load_sequence(t, scalars, head):
-    """Return the Sequence of a head. `t` and `scalars` are the sequence's rows of the two tables."""
+    """Return the Sequence of a head. `t` and `scalars` are the sequence's rows of the int64 and the float32 table."""
     q_len = tl.load(t + col.Q_LEN).to(tl.int32)
     kv_len = tl.load(t + col.KV_LEN).to(tl.int32)
     offset = tl.load(t + col.OFFSET).to(tl.int32)
