@@ -1,4 +1,4 @@
-"""The requests of the load: their bytes, made in advance, and their answers, computed in float64."""
+"""The requests that the load tests send: their bytes, made in advance, and their right answers, computed in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashpoint_contract.schemas import jsonwire
 
 Array = NDArray[Any]
 
-BOUND = 5e-6  # largest error over the largest value: float32 against float64 at these lengths
+BOUND = 5e-6  # allowed error of a float32 answer against float64, as a fraction of the answer's largest value
 MIXED_LENGTHS = (8, 17, 40, 64, 100, 129, 200, 256, 333, 512)  # many short, a few long; few are multiples of a tile
 DECODE_KEYS = 2048
 
@@ -29,7 +29,7 @@ class WrongAnswerError(Exception):
     """The content of an answer is wrong."""
 
 
-SAFETENSORS, JSON, OIP = wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE, "application/octet-stream"  # media types of the forms
+SAFETENSORS, JSON, OIP = wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE, "application/octet-stream"  # the values of `Case.form`
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def read(content: bytes, form: str) -> dict[str, Array]:
 
 
 def _read_oip(content: bytes) -> dict[str, Array]:
-    """Return the tensors, whose bytes end the answer; spaces may follow the head. Raises ValueError."""
+    """Return the tensors of an answer: a JSON head, perhaps spaces, then the tensors' bytes. Raises ValueError."""
     head, end = json.JSONDecoder().raw_decode(content[:4096].decode("latin-1"))
     tensors, start = {}, len(content) - sum(output["parameters"]["binary_data_size"] for output in head["outputs"])
     if start < end:

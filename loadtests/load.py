@@ -1,4 +1,4 @@
-"""Generate load in this process: start callers, keep a rate, and record the outcome of each call."""
+"""Generate load in this process: start callers, keep a rate of calls, and record the outcome of each call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class Call:
 
 @dataclass
 class Step:
-    """The counts of a scenario's step. `offered` is a rate in calls per second; None in a closed loop."""
+    """One step of a scenario: its load and the outcomes of its calls.
+
+    `offered` is the rate of calls in an open loop, in calls per second; None in a closed loop.
+    """
 
     scenario: str
     name: str
@@ -87,7 +90,10 @@ class Step:
 
 
 class Load:
-    """Callers of one kind against `host`. Steps run without a pause, and get their calls at the end of `with`."""
+    """Callers of one kind against `host`, as a context manager.
+
+    Callers do not pause between two steps. `Step.calls` is set at the end of the context.
+    """
 
     def __init__(self, scenario: str, kind: str, host: str) -> None:
         self._scenario, self._kind = scenario, kind
@@ -116,13 +122,13 @@ class Load:
         return self._run(Step(self._scenario, f"{self._kind}, {callers} callers", callers, None), seconds, WARM)
 
     def open(self, rate: float, seconds: float, name: str, settle: float = SETTLE) -> Step:
-        """Run an open loop of `rate` calls per second; count after `settle` seconds."""
+        """Run an open loop of `rate` calls per second; count the calls that begin after `settle` seconds."""
         callers = max(1, round(rate * PERIOD))
         self._options.calls_per_second = 1 / PERIOD
         return self._run(Step(self._scenario, name, callers, callers / PERIOD), seconds, settle)
 
     def count(self, step: Step, during: Callable[[], None]) -> Step:
-        """Count the calls that begin before `during` returns."""
+        """Call `during`. The calls that begin before it returns will be those of `step`. Return `step`."""
         step.began, began, computed = time.time(), time.perf_counter(), time.process_time()
         during()
         step.seconds = time.perf_counter() - began
@@ -135,7 +141,7 @@ class Load:
         return get_html_report(self.environment, show_download_link=False)
 
     def _run(self, step: Step, seconds: float, settle: float) -> Step:
-        # This rate also stops callers within a second. Otherwise locust takes long to reduce many callers to a few.
+        # locust also stops surplus callers at `spawn_rate`. With this rate it stops all of them within a second.
         self._runner.start(step.callers, spawn_rate=max(step.callers, self._runner.user_count, 1))
         gevent.sleep(settle)
         return self.count(step, lambda: gevent.sleep(seconds))

@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 class Caller(FastHttpUser):
-    """A program that computes attention. Each call has a random kind of `kinds`."""
+    """A simulated client of the service. Each call sends a random request of CASES, of a random kind in `kinds`."""
 
     abstract = True
     kinds: tuple[str, ...]
@@ -75,7 +75,7 @@ class Caller(FastHttpUser):
 
 
 def refusal(answer) -> str:
-    """Return the reason of a refusal: a problem's code, the error text of /v2, or why no answer came."""
+    """Return why a call failed: the status with the answer's `code` (in /v2: its `error`), or why no answer came."""
     if not answer.status_code:
         return f"no answer: {type(answer.error).__name__}"
     document = answer.json() if answer.content else {}

@@ -21,11 +21,11 @@ from benchmarks import figures
 from benchmarks.record import percentile
 from server import Server
 
-LENGTH = 3 << 13  # a core computes the answer in 0.2 s; ten refusals cost the callers a twentieth of that
-LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)  # offered rates over the capacity
+LENGTH = 3 << 13  # a core computes the answer in 0.2 s; ten refused calls take the callers about 0.01 s of CPU time
+LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)  # offered rates as fractions of the capacity
 CALLERS = 4  # callers of the closed loop that finds the capacity
-LEAST_GOODPUT, MOST_REFUSAL_MS, MOST_RECOVERY = 0.9, 50.0, 5.0  # part of the best step's rate; p99 in ms; seconds
-LOW = 0.5  # offered rate over the capacity during recovery
+LEAST_GOODPUT, MOST_REFUSAL_MS, MOST_RECOVERY = 0.9, 50.0, 5.0  # fraction of the best step's rate; p99 in ms; seconds
+LOW = 0.5  # offered rate during recovery, as a fraction of the capacity
 
 CASES["long"] = [make(LENGTH, LENGTH, 1, heads=1, kv_heads=1)]
 

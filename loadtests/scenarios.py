@@ -1,4 +1,4 @@
-"""The scenarios. Each answers questions: it puts load on the server, counts outcomes, and judges them."""
+"""The scenarios of `make loadtest`. Each puts load on the server, counts outcomes, and adds verdicts to the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server import Server
 
 REFUSED = ("429", "503", "504", "late")  # error codes that an overloaded or ending server may return to callers
 CALLERS = (1, 2, 4, 8, 16)  # numbers of callers in closed loops, up to more than two cores can serve at once
-LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)  # offered rates over the capacity
+LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)  # offered rates as fractions of the capacity
 SOAK_LOAD = 0.7
 
 
@@ -21,9 +21,9 @@ SOAK_LOAD = 0.7
 class Bounds:
     """The limits that a run must keep. `scale` multiplies the seconds of each step."""
 
-    errors: float  # allowed part of the calls, at up to SOAK_LOAD
-    p99_ms: float  # at up to SOAK_LOAD
-    throughput: float  # calls of the mix per second
+    errors: float  # largest fraction of calls that may fail, at loads up to SOAK_LOAD
+    p99_ms: float  # largest 99th percentile of the latency, at loads up to SOAK_LOAD
+    throughput: float  # least capacity: calls of the kind `mix` per second
     loads: tuple[float, ...] = LOADS
     scale: float = 1.0
 
@@ -45,7 +45,7 @@ class Report:
     steps: list[Step] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     pages: dict[str, str] = field(default_factory=dict)  # locust's reports, by scenario
-    capacity: float = 0.0  # calls of the mix per second
+    capacity: float = 0.0  # calls of the kind `mix` that a closed loop answers per second
 
     def judge(self, question: str, found: str, wanted: str, met: bool) -> None:
         self.verdicts.append(Verdict(question, found, wanted, met))
@@ -90,7 +90,7 @@ def saturation(report: Report, server: Server, bounds: Bounds) -> None:
     answered = min(step.rate / (step.offered or 1.0) for step in served)
     report.judge(
         "And as much as is offered?", f"{answered:.1%}", "at least 95%", answered >= 0.95
-    )  # a tolerance of one second's calls
+    )  # a tolerance of 5%: the number of calls that begin within a step varies
     report.only_refusals("What do callers get over the limit?", steps)
 
 

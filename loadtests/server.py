@@ -35,7 +35,7 @@ class Server:
                 [Path(sys.executable).parent / "flashpoint", "serve", "--host", "127.0.0.1", "--port", "0"],
                 env={**os.environ, "FLASHPOINT_LOG_FORMAT": "json"},
                 stderr=stream,
-                start_new_session=True,  # Linux divides cores among sessions, so that callers do not take its share
+                start_new_session=True,  # Linux divides CPU time among sessions: callers cannot take the server's
             )
         try:
             self.url = self._ready()

@@ -26,9 +26,9 @@ from benchmarks import figures
 from server import Server
 
 CALLERS = 8  # callers of the closed loop that finds the capacity
-WARM_WINDOWS = 1  # windows in which the service makes slots of every size, and libraries fill their caches
+WARM_WINDOWS = 1  # first windows, not judged: the service makes staging slots of all sizes, libraries fill caches
 MIB = 1 << 20
-# Allowed growth from the first third to the last: as a factor, and as an amount.
+# (factor, amount): the median in the last third of the windows may be factor × the median in the first third + amount.
 # Shared memory grows to the largest need of concurrent requests, by a segment of 4 MiB and two descriptors at a time.
 SLACK = {
     "resident_mib": (1.1, 16.0),
@@ -59,14 +59,14 @@ def main() -> int:
                 step = load.open(rate, args.window, f"window {number}")
             windows.append({"minutes": round((time.monotonic() - began) / 60, 2), **step.row(), **held(server)})
             windows[-1]["errors_by_kind"] = dict(Counter(step.errors))
-            # Keep the windows if a later one fails.
+            # Write the file after each window, so that it has the earlier windows if a later one raises.
             (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
         verdicts = [*judged(windows[WARM_WINDOWS:]), ended(server.stop())]
     return report.finish(args, "soak", result, verdicts, figures.soak)
 
 
 def held(server: Server) -> dict[str, float]:
-    """Return the resources of all processes between two windows, without open connections of callers."""
+    """Return the resources that all server processes use between two windows, without TCP connections."""
     while True:
         with contextlib.suppress(psutil.NoSuchProcess):  # a process has ended meanwhile: read again
             return _held(server.processes())

@@ -1,22 +1,22 @@
 """Check the exactness of one problem's answers: their errors against float64, torch's errors, and a verdict.
 
-Answers that a caller passes must be within the judge's bounds, element by element (`judging.exact.bounds`); so must
-float32 answers with `precision="tf32"`. For other answers of this package's backends the bounds are narrower, about the
-errors of torch. With err = max|answer − float64| and torch = the same error of plain materialised attention in the
-inputs' dtype:
+Answers that a caller passes must be within the bounds of `judging.exact.bounds`, element by element; so must float32
+answers of a backend with `precision="tf32"`. All other answers of a backend have one bound per tensor. Let err be
+max|answer − float64|, torch the same error of torch's plain attention in the inputs' dtype, and f = 2 (gradients: 3):
 
-    float16, bfloat16   err <= 2·torch + 1e-5 (gradients 3·torch + 1e-5), and err <= the dtype's absolute bound
-    float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere; or, if more,
-                        2·torch (gradients 3·torch), elsewhere or where torch itself misses the 2e-6: scores in the
-                        hundreds, for example of distant keys with ALiBi, are rounded no better
-    float64             err <= 1e-12 of the largest value
-    lse                 is always float32: float32's rule, relative to the largest value or 1
+    float16, bfloat16   err <= f·torch + 1e-5, and err <= the dtype's absolute bound
+    float32             up to 512 rows and D 32: err <= 2e-6 of the tensor's largest value; or, if torch misses this
+                        bound, err <= f·torch
+                        otherwise: err <= 5e-6 of the largest value, or err <= f·torch
+    float64             err <= 1e-12 of the largest value or of 1
+    lse                 is always float32: float32's rule with the largest value or 1; f·torch only for float32 inputs
 
-A bound relative to torch's error alone misses errors if the softmax is sharp, hence the absolute bounds. If gradients
-cancel (one key: dq = dk = 0), no float32 arithmetic is within such bounds: gradients follow from ds = P∘(dP − delta),
-and delta = rowsum(o∘do) is only as exact as the rounding of o and the sums in float32. So a gradient that misses its
-bound may have the error that this rounding of delta causes. Likewise, if the terms p·v of o cancel, o may have the
-error of their rounding.
+float32 needs the bound f·torch for scores in the hundreds, for example of distant keys with ALiBi. A bound relative to
+torch's error alone misses errors if the softmax is sharp, hence the absolute bounds. If gradients cancel (one key: dq =
+dk = 0), no float32 arithmetic is within such bounds: gradients follow from ds = P∘(dP − delta), and delta =
+rowsum(o∘do) is only as exact as the rounding of o and the sums in float32. So a gradient that misses its bound may have
+the error that this rounding of delta causes. Likewise, if the terms p·v of o cancel, o may have the error of their
+rounding.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Judgement(TensorErrors):
     """One answer: its errors, its bound, and the errors of torch's plain attention in the same dtype."""
 
     name: str
-    bound: float  # bound for max_abs; for a caller's answers, the bound if all errors grew proportionally
+    bound: float  # bound for max_abs; for a caller's answers, the max_abs at which `excess` would be 1
     rule: str  # the reason for the bound
     ok: bool
-    excess: float  # largest ratio of an error to its own bound, which is L for a caller's answers
+    excess: float  # largest error / bound; a caller's answers have a bound for each element, L of judging.exact.bounds
     imprecise: bool = False  # right, but with larger errors than float32 scores, or torch's plain attention, would have
     where: str = ""  # which sequences, heads, rows and columns are wrong, of a caller's answer
     torch: TensorErrors
@@ -200,7 +200,7 @@ def verify(
         plain = _solve(problem, DTYPES[problem.spec.dtype], work.of("torch", problem))
         of_problem = [_judge(problem.spec, name, answers[name], exact[name], plain[name]) for name in names]
         if not all(t.ok for t in of_problem):
-            noise = _noise(problem, forward, work)  # takes the same time again
+            noise = _noise(problem, forward, work)  # takes about as long as the two calls of `_solve` above
             of_problem = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in of_problem]
         judged += of_problem
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
@@ -232,7 +232,7 @@ def _given(problems: list[Problem], answers: Mapping[str, Tensor], dtype: str, w
 
 
 def _usual(spec: Spec, plain: Mapping[str, Tensor], name: str, exact: Tensor) -> float:
-    """Return the largest error of torch's plain attention, plus the margin that backends have."""
+    """Return the bound for a backend's error in the answer `name`, from the error of torch's plain attention."""
     of_torch = _errors(plain[name], exact, _difference(plain[name], exact)).max_abs
     return _bound(spec, name, _largest(exact), of_torch)[0]
 
@@ -290,9 +290,9 @@ def _solve(problem: Problem, dtype: torch.dtype, block: Callable[[], None]) -> d
 def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[float, str]]:
     """Return the error of each answer that unavoidable float32 rounding causes, and a description of the rounding.
 
-    The errors of a sum are those of its terms, which may be far larger than the sum. For o, the error is Σ p·|v| times
-    two units for the sum and two for p. For gradients, it comes from delta: because delta contains −dlse, it equals the
-    gradient for a dlse of the size of delta's error.
+    A sum has the rounding errors of its terms, which may be far larger than the sum. For o, the error is the largest
+    Σ p·|v| times four rounding units: two for the sum and two for p. For gradients, the error comes from delta. Because
+    delta contains −dlse, it is the gradient for do = 0 and a dlse of the size of delta's error.
     """
     unit, float32 = (torch.finfo(dtype).eps / 2 for dtype in (DTYPES[problem.spec.dtype], torch.float32))
     v = forward.tensors["v"]
@@ -307,9 +307,9 @@ def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[f
         return {"o": (4 * min(unit, float32) * _largest(largest), "the rounding of rowsum(p*v)")}
     do = problem.canonical("do", problem.tensors["do"]).double()
     o = problem.canonical("o", _solve(forward, torch.float64, work.of("rounding", forward))["o"])
-    # The rounding errors of o are independent: two units are beyond three standard deviations of their sum. The errors
-    # of a running sum are not independent: count one unit for delta, one for dP, and the four of o, which P also brings
-    # into dS.
+    # `dlse` is the error of delta = rowsum(o∘do). The rounding errors of o's elements are independent: two units times
+    # the norm of o∘do exceed three standard deviations of their sum. The errors of a running sum are not independent:
+    # count one unit for the sum in delta, one for the sum in dP, and the four units of o, which P also brings into dS.
     sums = (problem.canonical("o", largest) * do.abs()).sum(-1)
     dlse = 2 * unit * (o * do).norm(dim=-1) + 6 * min(unit, float32) * sums
     dlse = dlse.reshape(problem.spec.lse_shape)

@@ -71,8 +71,8 @@ _POINTERS = {
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 _FORWARDS = ("forward", "cascade")
 _PRODUCTS = (*_FORWARDS, "backward_kv", "backward_q")
-# The number of a tensor's stages that one iteration of a kernel for Hopper reads; the other stages, of two tensors, are
-# being loaded. dQ multiplies two tiles of keys in one step.
+# How many tiles of a tensor one iteration of a kernel for Hopper reads, each from one stage of shared memory. Meanwhile
+# the other stages of its two tensors are loaded. An iteration of the kernel for dQ reads two tiles of keys.
 HELD = {"forward_hopper": 1, "backward_kv_hopper": 1, "backward_q_hopper": 2}
 
 
@@ -80,13 +80,16 @@ HELD = {"forward_hopper": 1, "backward_kv_hopper": 1, "backward_q_hopper": 2}
 class Report:
     """The compiler's result for one variant.
 
-    `spill_bytes` is the local memory of a thread, 0 without spills. `loop` is the number of instructions in the
-    shortest inner loop with a matrix product, 0 without one. `loop_spills` is the largest number of loads and stores of
-    spilled registers in one of these loops. `copies` counts instructions of the copy engine. `beside` counts the
-    exponentials of a thread between a wait that leaves a product running and the wait for that product: the minimum of
-    all loops. `ahead` is the least number of copies under way at a product of a loop; each is of one tile, or of its
-    row statistics. `unfenced` counts tiles that a matrix instruction reads without a proxy fence (see ptx.py), and
-    `hazards` instructions that write registers of a product that may be running (see sass.py).
+    - `spill_bytes`: local memory of a thread; 0 without spills.
+    - `copies`: instructions that start a copy by the copy engine (TMA).
+    - `loop`: instructions in the shortest inner loop with a matrix product; 0 without such a loop.
+    - `loop_spills`: the most loads and stores of spilled registers in an inner loop with a matrix product.
+    - `beside`: the fewest exponentials between a wait that leaves a wgmma product running and the wait for all
+      products; 0 without such waits.
+    - `ahead`: the fewest asynchronous copies that are under way at a matrix product of a loop. A copy is of one tile,
+      or of the tile's row statistics. For kernels for Hopper it is derived from `num_stages` (see HELD).
+    - `unfenced`: matrix instructions that read a copied tile without a proxy fence (see ptx.py).
+    - `hazards`: instructions that write registers of a product that may still be running (see sass.py).
     """
 
     kernel: str
@@ -119,7 +122,7 @@ class Report:
 
 
 def tile_of(variant: Variant) -> Tile:
-    """Return the default tile of `variant`, with which dispatch uses it."""
+    """Return the default tile of `variant`: the tile that dispatch uses."""
     kernel, rows = kernel_of(variant)
     arch, dim = variant.arch, variant.head_dim
     paged, quantized = variant.paged, variant.keys is not None
@@ -141,7 +144,7 @@ def tile_of(variant: Variant) -> Tile:
 
 
 def kernel_of(variant: Variant) -> tuple[str, int]:
-    """Return the key of KERNELS and the rows of packed blocks: ("forward", 16) for "forward_packed16_blocks"."""
+    """Return (key in KERNELS, rows of packed blocks or 0): ("forward", 16) for "forward_packed16_blocks"."""
     kernel, _, rows = variant.kernel.removesuffix("_blocks").partition("_packed")
     return kernel, int(rows or 0)
 
@@ -218,14 +221,14 @@ def faults(report: Report) -> list[str]:
         (pipelined and not report.ahead, "no tile is loaded while another is used"),
         (hopper and not report.copies, "no copies by descriptor"),
         (hopper and not report.specialised, "its warps have no roles"),
-        # half of the columns: the scores of a thread in a tile of 64 rows
+        # A thread has columns // 2 scores: the 128 threads of four warps compute 64 rows.
         (hopper and report.beside < columns // 2, f"{report.beside} exponentials beside a product"),
     )
     return [fault for wrong, fault in checks if wrong]
 
 
 def _is_plain(report: Report) -> bool:
-    """Return whether Triton can load tiles ahead: no 8-bit keys, lists of tiles, or tests of columns."""
+    """Return whether Triton can prefetch tiles: 16 bits, level 0, D 32, 64 or 128, no 8-bit keys and no block mask."""
     plain = report.keys is None and not report.kernel.endswith("_blocks")
     return plain and report.dtype != "float32" and report.level == 0 and report.head_dim in (32, 64, 128)
 

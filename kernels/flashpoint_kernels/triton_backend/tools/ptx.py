@@ -19,15 +19,15 @@ _COMMIT = re.compile(r"cp\.async\.commit_group")
 _WIDE_COPY = re.compile(r"cp\.async\.cg\.")  # copies of 16 bytes; smaller copies are cp.async.ca
 _FENCE = re.compile(r"fence\.proxy\.async")
 _ASYNC_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma)\b")
-_MOST_GROUPS = 16  # maximum groups under way on a path; further groups are ignored
+_MOST_GROUPS = 16  # maximum groups of copies under way that are followed on a path; older groups are ignored
 _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\b")
 
 
 class _State(NamedTuple):
-    """The copies of a path through the code.
+    """The state of the asynchronous copies at one point of a path through the code.
 
     `unfenced`: a copy of 16 bytes has arrived since the last fence. `wide`: a copy of 16 bytes began since the last
-    commit. `under_way`: for each group that has not arrived, whether it has such a copy.
+    commit. `under_way`: for each committed group of copies that has not arrived, whether it has a copy of 16 bytes.
     """
 
     unfenced: bool
@@ -57,10 +57,11 @@ class Ptx:
         self._labels = {label[1]: at for at, line in enumerate(self.lines) if (label := _LABEL.match(line))}
 
     def missing_fences(self) -> int:
-        """Return the number of waits for copies after which a matrix instruction reads without a proxy fence.
+        """Return the number of matrix instructions that read a copied tile without a proxy fence.
 
-        Every path counts, also one around a loop. After a read, only the next wait counts again. Only copies of 16
-        bytes count: in kernels for aligned tensors the narrower ones are of masks, which no matrix instruction reads.
+        The fence must stand between the wait for the copy and the matrix instruction. All paths are followed, also
+        those around loops. On a path, only the first such instruction after a wait counts. Only copies of 16 bytes
+        count: in kernels for aligned tensors the narrower ones are of masks, which no matrix instruction reads.
         """
         if not any(_WAIT.search(line) for line in self.lines):
             return 0
@@ -97,9 +98,9 @@ class Ptx:
         return [self.lines[a:b] for a, b in innermost(spans)]
 
     def loads_ahead(self) -> int:
-        """Return how many groups of copies are under way at each product of the loops, at least; 0 without a copy.
+        """Return the fewest groups of copies that are under way at a matrix product of `loops`; 0 without a copy.
 
-        A group is a tile of one tensor, or its row statistics.
+        A group copies a tile of one tensor, or the tile's row statistics.
         """
         return min((_ahead(loop) for loop in self.loops()), default=0)
 
@@ -110,7 +111,7 @@ def innermost(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _ahead(loop: list[str]) -> int:
-    """Return the least number of groups under way at a product of a loop, from its second round on."""
+    """Return the fewest groups of copies under way at a matrix product of `loop`, in its third iteration."""
     under_way, fewest = 0, 1 << 30
     for turn in range(3):
         for line in loop:

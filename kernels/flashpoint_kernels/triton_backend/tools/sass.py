@@ -33,7 +33,7 @@ _NO_RESULT = (
     "ARRIVES", "EXIT", "RET", "CALL", "NOP", "BSYNC", "BSSY", "BREAK", "MEMBAR", "FENCE", "CCTL", "ERRBAR", "ELECT",
     "USETMAXREG", "NANOSLEEP", "YIELD", "R2P", "HGMMA",
 )  # fmt: skip
-_MOST_GROUPS = 8  # maximum groups of products under way on a path; further groups are ignored
+_MOST_GROUPS = 8  # maximum groups of products under way that are followed on a path; older groups are ignored
 _Group = tuple[int, frozenset[int]]  # the last instruction of a group of products, and the registers that it uses
 
 
@@ -64,11 +64,14 @@ class Code:
         return [self.instructions[a:b] for a, b in sorted(innermost(spans))]
 
     def shortest_loop(self) -> list[str]:
-        """Return the shortest of `loops`, which has the fewest tests; empty if there is no loop."""
+        """Return the shortest of `loops`, which has the fewest visibility tests; [] if there is no loop."""
         return min(self.loops(), key=len, default=[])
 
     def beside(self) -> int:
-        """Return the fewest exponentials from a wait that leaves a product running to the wait for all; or 0."""
+        """Return the fewest exponentials between a wait that leaves a product (wgmma) running and the wait for all.
+
+        Return 0 if there are no such waits.
+        """
         counts = []
         stretch: list[str] | None = None
         for instruction in self.instructions:
@@ -114,7 +117,7 @@ class Code:
         return [self.instructions[at] for at in sorted(places)]
 
     def _following(self, at: int) -> list[int]:
-        """Return the instructions that may come after instruction `at`."""
+        """Return the indices of the instructions that may run directly after instruction `at`."""
         instruction = self.instructions[at]
         name = _PREDICATE.sub("", instruction)
         targets = []
@@ -144,7 +147,7 @@ def _registers_of(product: str) -> frozenset[int]:
     assert columns is not None, product
     used = set(range(int(start[1]), int(start[1]) + int(columns[1]) // 2)) if start else set()
     if operand := re.match(r"R(\d+)", first):
-        used |= set(range(int(operand[1]), int(operand[1]) + 4))  # 64 rows of 32 bytes, in 128 threads
+        used |= set(range(int(operand[1]), int(operand[1]) + 4))  # 64 rows of 32 bytes: 4 registers a thread
     return frozenset(used)
 
 

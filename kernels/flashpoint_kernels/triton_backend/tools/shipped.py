@@ -10,9 +10,9 @@ from flashpoint_kernels.triton_backend.host.config import hopper_tiles
 from flashpoint_kernels.triton_backend.host.configurations import PACKED_ROWS, TABLES, packed_tile
 
 DTYPES = ("bfloat16", "float16", "float32")
-HEAD_DIMS = (64, 128, 256)  # the head dimensions in every table
-# Another head dimension is compiled as the next power of two, with a flag if it is not one. At level 0, a head
-# dimension that is not a power of two has its own tiles, and 32 uses the tiles of 64.
+HEAD_DIMS = (64, 128, 256)  # the head dimensions for which every architecture's table (TABLES) has tiles
+# Another head dimension is compiled as the next power of two. If it is not a power of two itself, `Constants.EVEN` is
+# false, and level 0 uses the tiles of level 1. 32 uses the tiles of 64.
 OTHER_HEAD_DIMS = (32, 96)
 # (paged, dtype of 8-bit keys)
 OTHER_KEYS = ((True, None), (False, "int8"), (False, "float8_e4m3fn"), (True, "float8_e4m3fn"))
@@ -73,7 +73,10 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
 
 
 def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
-    """Return the smallest packed blocks at levels 0 and 2, and the largest at level 0; float32: the smallest at 0."""
+    """Return the variants for packed blocks: the smallest at levels 0 and 2, and the largest at level 0.
+
+    For float32 return only the smallest at level 0.
+    """
     smallest, largest = PACKED_ROWS[0], packed_tile(arch, dtype, dim).block_m
     kernels = ("forward", "backward_q")
     variants = [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim) for kernel in (*kernels, "merge")]
@@ -84,7 +87,11 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
 
 
 def representative() -> list[Variant]:
-    """Return the variants that CI compiles: the fast ones of most requests for all GPUs, and the heaviest for some."""
+    """Return the variants that CI compiles.
+
+    For all architectures these are the kernels of the most frequent requests (bfloat16, D 128, level 0), and for some
+    architectures also those that need the most registers and shared memory.
+    """
     wide = product((80, 90, 100), ((192, 128), (576, 512)))
     variants = [Variant("forward", arch, "bfloat16", dim, value_dim=dv) for arch, (dim, dv) in wide]
     for arch in TABLES:
