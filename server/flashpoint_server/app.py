@@ -85,7 +85,7 @@ def create_app(
         version=version("flashpoint"),
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's page would load scripts from another host; page/ serves them from here
+        docs_url=None,  # FastAPI's docs page would load scripts from another host; page/ serves /docs without them
         redoc_url=None,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )

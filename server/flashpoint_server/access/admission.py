@@ -191,7 +191,7 @@ class Admission:
         """Raise Refusal 429 if a request of `predicted` seconds cannot reach its deadline, which is `seconds` away.
 
         Without this check, under overload each request would start just before its deadline, and all answers would be
-        late. An admitted request that is longer counts as `predicted`, because this request overtakes the rest of it.
+        late. A longer admitted request counts as `predicted`, because the new request overtakes the rest of it.
         The counted requests and `pace` are those of this process alone: a process with a fraction of the queue also has
         this fraction of the engine's speed.
         """

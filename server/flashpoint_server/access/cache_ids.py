@@ -33,7 +33,7 @@ READ_AGAIN = 1024  # number of decoded ids in the LRU cache, each at most ID_LEN
 MOST_SIZES = 16  # maximum number of distinct layer sizes in one cache
 _MAC = 16  # bytes of the HMAC
 _SECRET = 32  # bytes of the secret
-_FILE = "caches.secret"  # in the directory of `WorkerGroup`; files of API keys there have names without a dot
+_FILE = "caches.secret"  # in the directory of `WorkerGroup`, where files named after API keys have no dot in the name
 
 
 class CacheId(NamedTuple):

@@ -2,8 +2,8 @@
 
 A bucket is one number: the time at which it will be full again. A request adds its cost divided by the key's rate to
 this time. The key is refused while this time is further in the future than BURST. So a request of any cost is admitted
-while the bucket is not empty, and the next requests are refused until it has refilled. A strict rule would refuse large
-tensors for ever.
+while the bucket is not empty, and the next requests are refused until it has refilled. A bucket that had to contain the
+whole cost of a request would refuse tensors larger than its capacity for ever.
 """
 
 from __future__ import annotations

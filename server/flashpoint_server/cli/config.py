@@ -52,14 +52,14 @@ def config(
 
 
 def _toml(line: str) -> str:
-    """Return a line of TOML with escapes such as `\\u00e9` for é, unless stdout is Unicode."""
+    """Return a line of TOML with escapes such as `\\U000000e9` for é, unless stdout is Unicode."""
     if streams.is_unicode():
         return line
     return "".join(each if each.isascii() else f"\\U{ord(each):08x}" for each in line)
 
 
 def _line(name: str, value: object) -> str:
-    """Return a line of TOML; a comment if TOML cannot express the value."""
+    """Return the line of TOML for a setting; a comment if the setting has no value or is secret."""
     if value is None:
         return f"# {name} is not set"
     text = json_module.dumps(value, ensure_ascii=False)  # JSON of these types is also valid TOML

@@ -28,7 +28,7 @@ GROUPS = {
     "default_timeout_ms": "Timeouts",
     "otlp_endpoint": "Traces and logs",
 }
-_OFFERED = {"device": ["auto", "cpu", "cuda", "all"]}  # completions of a setting that accepts any text
+_OFFERED = {"device": ["auto", "cpu", "cuda", "all"]}  # shell completions for a setting that accepts any text
 _FILE_HELP = {
     "config": "TOML file of settings, with lines like: port = 9000.",
     "env_file": "File of FLASHPOINT_* variables, one a line.",

@@ -26,7 +26,8 @@ class Hangup:
     def listen(self, listener: Callable[[], object] | None) -> None:
         """Call `listener` at each SIGHUP, and now if a signal has already arrived.
 
-        The signal handler calls it, which runs between any two bytecodes.
+        `listener` runs in the signal handler, between any two bytecodes of the main thread, so it should only pass on
+        the work.
         """
         self.catch()
         self._listener = listener

@@ -45,14 +45,14 @@ def health(*, sourced: Sourced) -> int:
 def ask(settings: Settings) -> str:
     """Return the server's answer. Raises OSError or HTTPException if there is none.
 
-    With mTLS the server requires a client certificate, which this command does not have. Then an alert in the handshake
-    is enough, because the process that serves requests sends it.
+    With mTLS the server requires a client certificate, which this command does not have. Then a TLS alert in the
+    handshake counts as the answer, because the process that serves requests sends it.
     """
     host = _THIS_HOST.get(settings.host, settings.host)
     if settings.tls_cert is None:
         return _get(http.client.HTTPConnection(host, settings.port, timeout=PATIENCE))
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The connection stays on this host and sends no secrets, so do not check the certificate's name.
+    # The connection stays on this host and sends no secrets, so do not verify the certificate.
     trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
     if settings.tls_client_ca is None:

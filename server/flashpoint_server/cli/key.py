@@ -178,9 +178,10 @@ def _list(file: Path | None, name: str | None, others: Sequence[str]) -> int:
 
 
 def _joint(name: str) -> str:
-    """Return the newline to print before an entry if stdout is appended to a file: `flashpoint key alice >> keys.toml`.
+    """Return the text to print before an entry: a newline if stdout is a file whose last line has none, else "".
 
-    Raises CommandError if the file has a key of this name: a second table would make the whole file wrong.
+    For example, stdout is a file in `flashpoint key alice >> keys.toml`. Raises CommandError if the file has a key of
+    this name: a second table would make the whole file wrong.
     """
     try:
         if not stat.S_ISREG(os.fstat(1).st_mode) or sys.stdout.fileno() != 1:

@@ -38,7 +38,7 @@ def _new() -> tuple[Path, int]:
     """Return the path of a new directory, and the descriptor that holds its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Another start may remove the directory between its creation and its lock.
+        # Another process that calls `remove_left` may remove the directory before it is locked.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, _OPEN)
             fcntl.flock(lock, fcntl.LOCK_EX)

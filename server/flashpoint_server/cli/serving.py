@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from flashpoint_server.oip.grpc.server import RpcServer
 
 WARNING_SECONDS = 60  # seconds between two equal warnings
-LAST_BYTES = 1  # seconds at the shutdown for sending the last error answers, after all admitted requests
+LAST_BYTES = 1  # seconds at shutdown, after all admitted requests have ended, for sending the last error answers
 
 log = structlog.stdlib.get_logger("flashpoint.serving")
 
@@ -80,7 +80,7 @@ class _Server(uvicorn.Server):
             self._tasks.append(asyncio.ensure_future(self._invite(url.replace("//127.0.0.1:", "//localhost:"))))
 
     async def _invite(self, url: str) -> None:
-        """Log the URL of the page for people, as the last line of the start."""
+        """Wait until the service is ready, then log the URL of its web page."""
         while not self._service.ready:  # noqa: ASYNC110 (it follows from the states of several processes)
             await asyncio.sleep(0.05)
         log.info(f"Open {url}")
@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _look_for_descriptors(self, now: float) -> None:
-        """Log a warning if no descriptor is free: the event loop then drops new connections silently."""
+        """Log an error if no file descriptor is free: the event loop then drops new connections silently."""
         try:
             os.close(os.eventfd(0))
         except OSError as error:
@@ -167,7 +167,10 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal arrives. Return the exit code: 1 if an engine cannot work."""
+    """Serve until a signal arrives. Return the exit code.
+
+    It is 1 if the server cannot listen or an engine cannot work, and with one worker, if a second signal ended it.
+    """
     scratch.remove_left()
     try:
         listener = listen(settings)
@@ -268,7 +271,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
-    # Longer than a route's timeout for a small answer, so that the route's timeout expires first: only that is logged.
+    # Longer than a route's timeout for a small answer: the route's must expire first, because only that one is logged.
     config.answer_timeout = 2 * settings.body_timeout
     config.metrics, config.half_closed = service.metrics, HalfClosed()
     config.load()

@@ -50,7 +50,7 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
             folder.mkdir()
 
         def forget(number: int, pid: int) -> None:
-            """Remove the gauges and the admitted requests of a worker that has ended."""
+            """Remove the Prometheus gauges and the counts of admitted requests of a worker that has ended."""
             mark_process_dead(pid, str(metrics))  # type: ignore[no-untyped-call]
             clear(limits, number)
 

@@ -15,7 +15,7 @@ _AUTHORITY = re.compile(
 )
 
 
-@lru_cache(32)  # caches only 32 values, because a wrong value may be as long as a head
+@lru_cache(32)  # caches only 32 values, because an invalid value may be as long as a whole request head
 def host_name(host: str) -> str | None:
     """Return the name or address in a Host header, in lower case and without the port; None if it is not valid."""
     match = _AUTHORITY.fullmatch(host) if len(host) <= LONGEST_HOST else None

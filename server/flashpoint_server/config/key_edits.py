@@ -34,7 +34,10 @@ def add(path: Path, name: str, entry: str) -> None:
 
 
 def remove(path: Path, name: str) -> None:
-    """Remove the table of a key. Raises ValueError, as `add` does, if the file has no such key, or only this key."""
+    """Remove the table of a key.
+
+    Raises ValueError if the file has no such key or only this key, is not valid, or cannot be written.
+    """
     with _table(path, name) as (real, before, _):
         if len(tomllib.loads(before)) == 1:
             raise ValueError(f"{name} is the only key in {path}: add another first, because a server needs one")
@@ -121,7 +124,7 @@ def _without(text: str, name: str) -> str:
 
 
 def _span(lines: list[str], name: str) -> tuple[int, int]:
-    """Return the start of a table and the start of the next table."""
+    """Return the index of a table's first line, and of the next table's first line or the end of `lines`."""
     header = re.compile(rf"""\s*\[\s*(["']?){re.escape(name)}\1\s*\]""")
     first = next((n for n, line in enumerate(lines) if header.match(line)), len(lines))
     return first, next((n for n in range(first + 1, len(lines)) if _HEADER.match(lines[n])), len(lines))
