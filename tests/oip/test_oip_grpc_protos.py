@@ -16,7 +16,7 @@ CLIENTS = Path(__file__).parent / "clients"
 
 
 def test_our_messages_are_the_protocols_own():
-    """Our messages equal those of tritonclient, which one process can load beside ours."""
+    """Our messages equal those of tritonclient, and one process can load both."""
     program = CLIENTS / "proto_differences.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr

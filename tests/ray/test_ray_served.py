@@ -74,7 +74,7 @@ def test_answers_are_exact_in_every_encoding(cluster):
 
 
 def test_a_body_of_many_chunks_comes_whole(cluster):
-    q, k, v = tensors(1, 4, 4096, 64, n=3)  # 4 MiB for each tensor
+    q, k, v = tensors(1, 4, 4096, 64, n=3)  # k and v have 4 MiB each
     q = q[:, :, :8].contiguous()
     reply = post(cluster, "/attention", message({"q": q, "k": k, "v": v}))
     close(reply.tensors["o"], dense(q, k, v)[0])

@@ -7,7 +7,10 @@ import numpy as np
 
 
 def run(ask, url, directory):
-    """Call `ask(url, cases, tensors, answers)`, which adds arrays to `answers` and returns a report; save both."""
+    """Call `ask(url, cases, tensors, answers)`, which adds arrays to `answers` and returns a report.
+
+    Cases and tensors are read from `directory`; the answers and the report are written into it.
+    """
     home, answers = Path(directory), {}
     cases, tensors = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz"))
     report = ask(url, cases, tensors, answers)
@@ -16,7 +19,7 @@ def run(ask, url, directory):
 
 
 async def readiness(client):
-    """Return whether the server is live, whether it is ready, and whether the model is ready, by an asyncio client."""
+    """Return [server is live, server is ready, model is ready]; `client` is an asyncio client."""
     return [
         await client.is_server_live(),
         await client.is_server_ready(),

@@ -1,4 +1,4 @@
-"""The gradient of a mask has the same bits in a launch of several requests and in a launch of its own."""
+"""The gradient of a mask has the same bits in a launch of several requests as in a launch of its request alone."""
 
 import random
 

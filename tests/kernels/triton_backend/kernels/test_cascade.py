@@ -1,4 +1,4 @@
-"""Sequences that share a part of their keys have the bits that each has alone."""
+"""Sequences that share a part of their keys give the same output bits as each sequence alone."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from tests.conftest import INTERPRETING
 from tests.support.kernels.shared_pages import check
 
-UNIT = 1 if INTERPRETING else 16  # the interpreter's tiles have fewer keys than those of a GPU
+UNIT = 1 if INTERPRETING else 16  # a factor of all lengths: the tiles of a GPU have more keys than the interpreter's
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_forks_have_the_bits_of_each_alone(
 
 
 def test_parts_that_begin_alike_and_end_apart_are_not_shared() -> None:
-    """A part of the keys is not shared if another sequence with its first keys ends in the middle of the part."""
+    """A part is not shared with a sequence that has the same pages, but ends in the middle of the part."""
     check([0, 160 * UNIT, 160 * UNIT], [160 * UNIT, 90 * UNIT, 91 * UNIT], 16, 1, 2, torch.float32, None, "triton")

@@ -1,8 +1,8 @@
-"""The columns of the table of sequences fill its rows, and no two columns overlap."""
+"""The columns of the table of sequences that a launch reads fill its rows, and no two columns overlap."""
 
 from flashpoint_kernels.triton_backend.kernels import columns as col
 
-# The number of further columns after a tensor's address or a pair's first number: strides, or the second number.
+# The number of columns that follow a name's first one: the strides of a tensor, or the second number of BLOCK_SIZE.
 FOLLOWING = {
     **dict.fromkeys(("Q", "K", "V", "O", "LSE", "DO", "DQ", "DK", "DV", "DLSE", "STATS"), 2),
     **dict.fromkeys(("MASK", "DMASK", "K_SCALE", "V_SCALE", "BLOCKS"), 3), "BLOCK_SIZE": 1,

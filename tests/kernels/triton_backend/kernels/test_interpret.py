@@ -34,7 +34,7 @@ def test_a_number_is_rounded_to_nearest_even(dtype: torch.dtype) -> None:
     every = every.masked_fill(every.isnan(), torch.nan).masked_fill(every.abs() < 2.0**-126, 0.0)
     x = torch.cat([every, normal(1 << 13).cpu()]).to(DEVICE)
     out = torch.empty_like(x, dtype=dtype)
-    with np.errstate(all="ignore"):  # numbers that overflow the type
+    with np.errstate(all="ignore"):  # some numbers overflow the type
         rounded[(len(x) // 256,)](x, out, N=256, DTYPE=DTYPES[dtype])
     assert torch.equal(out.isnan(), x.isnan())
     assert torch.equal(out.nan_to_num(0.0, 7.0, -7.0), x.to(dtype).nan_to_num(0.0, 7.0, -7.0))

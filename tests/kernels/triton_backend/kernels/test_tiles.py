@@ -1,4 +1,4 @@
-"""Keys far apart in memory give the same bits as adjacent ones; so does a head next to other heads in one block."""
+"""Keys far apart in memory give the same bits as adjacent keys; the bits of a head do not depend on other heads."""
 
 import pytest
 import torch

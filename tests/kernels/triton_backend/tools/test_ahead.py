@@ -96,19 +96,22 @@ def test_what_was_compiled_ahead_is_known_to_be_compiled(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_full_disk_fails_what_is_compiled_until_there_is_room(tmp_path: Path) -> None:
-    """A compilation that failed on a full disk runs again; kernels on the disk are loaded (docs/runbooks.md)."""
+    """A compilation that failed on a full disk runs again at the next call. Kernels on a full disk can still be loaded.
+
+    See docs/runbooks.md, "A full disk".
+    """
     assert {path.stem for path in compiled(tmp_path, "-c", PROBLEM + FULL)} >= {"attention_forward"}
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     known = FORWARD.replace("assert not triton_backend.compiled([forward])", limited)
     assert compiled(tmp_path, "-c", PROBLEM + known), "a kernel in the folder is loaded from a full disk, too"
 
 
-@pytest.mark.full  # not slow: the tests before and after compile a forward, and a gradient that another process loads
+@pytest.mark.full  # not slow: the slow tests before and after this one cover a forward and a gradient
 def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_path: Path) -> None:
     made = [compiled(tmp_path, "-c", PROBLEM + SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
     kernels = {path.stem for path in made[0]}
     # The 2000 keys of nine queries are split, so the general kernels compute them, not those for Hopper.
-    # This request has no sinks, but other requests with the same launch key may have sinks.
+    # `gradient` has no sinks, but problems with the same launch key may have sinks, so their kernel is compiled, too.
     assert kernels == {
         "attention_forward", "attention_cascade", "merge_parts", "attention_delta", "attention_backward_kv",
         "attention_backward_q", "attention_backward_sinks",
@@ -118,9 +121,9 @@ def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_pat
 
 @pytest.mark.slow
 def test_what_an_image_has_compiled_a_server_on_that_gpu_does_not_compile_again(tmp_path: Path) -> None:
-    """A server compiles nothing that its image has: problems of other lengths, batches and head counts share kernels.
+    """A server compiles no kernel that its Docker image has, whatever the lengths, batches and head counts.
 
-    An image holds several architectures, and for each kernel only its code and its description.
+    An image has kernels for several architectures, and only two files of each kernel: .cubin and .json.
     """
     module = "flashpoint_kernels.triton_backend.tools.ahead"
     arguments = ("--arch", "80", "90", "--dtypes", "bfloat16", "--head-dims", "16", "--levels", "0", "--processes", "1")
@@ -159,7 +162,7 @@ for batch, heads, length in ((1, 1, 16), (2, 4, 333), (3, 8, 4096)):
 
 
 def compiled(cache: Path, *arguments: str, **variables: str) -> dict[Path, int]:
-    """Run a process with this cache, and return its kernel files afterwards, each with its time of writing."""
+    """Run Python with Triton's cache in `cache`; return {kernel file: time of writing} of the cache afterwards."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache), **variables}
     run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)

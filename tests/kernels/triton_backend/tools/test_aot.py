@@ -1,6 +1,6 @@
 """The kernels compile for absent GPUs: no spills in the fast variants, no atomics, the right instructions.
 
-They compile in separate processes, without the interpreter. The fast tier compiles one kernel, `make test-all` one
+They compile in separate processes, without the interpreter. `make test` compiles one kernel, `make test-all` one
 of each kernel and each architecture, `make test-full` all representative variants, and `make compile-all` all
 variants. `make compile-all` writes its reports to benchmarks/results/; a test checks that they match the tiles in use.
 """
@@ -114,15 +114,15 @@ def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
     assert faults(FINE) == []
     assert faults(replace(FINE, **change)) == [fault]
     assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # such a wide head may spill
-    assert faults(replace(FINE, spill_bytes=8)) == []  # outside a loop, it spills once per program
-    assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # one stage, where Triton would omit a fence
-    assert faults(replace(FINE, paged=True, num_stages=3, ahead=0)) == []  # the page numbers need the other stages
+    assert faults(replace(FINE, spill_bytes=8)) == []  # a spill outside a loop is allowed
+    assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # a tile of one stage loads nothing ahead
+    assert faults(replace(FINE, paged=True, num_stages=3, ahead=0)) == []  # the other two load page numbers
     assert faults(replace(FINE, block_m=32, matrix_instructions=("mma.sync",))) == []
 
 
 @pytest.mark.slow
 def test_a_part_for_several_sequences_has_the_arithmetic_of_one_alone() -> None:
-    """The loops of both kernels have the same floating-point instructions, so that they round equally on a GPU."""
+    """`forward_packed16` and `cascade_packed16` round equally on a GPU: their loops have equal float instructions."""
     kinds = [("bfloat16", 0, None), ("float16", 1, None), ("bfloat16", 0, "int8")]
     alone, shared = (
         compiled("-c", FLOATS, json.dumps([Variant(kernel, 90, dtype, 128, level, paged=True, keys=keys)

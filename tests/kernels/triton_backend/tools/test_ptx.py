@@ -33,7 +33,7 @@ def test_a_copy_that_a_product_reads_needs_a_fence_after_its_wait(fence: str, mi
 
 
 def test_a_fence_is_looked_for_on_every_path() -> None:
-    """A fence is found on every path, also if the wait comes after the loop body in the text, as for sm_100."""
+    """Every path is checked for a fence, also if the wait comes after the loop body in the text, as for sm_100."""
     text = """
 bra.uni $L__BB0_2;
 $L__BB0_1:
@@ -54,7 +54,10 @@ bra.uni $L__BB0_1;
 
 
 def test_a_fence_between_two_waits_orders_the_first_copy_alone() -> None:
-    """A fence between two waits orders only the first copy: Triton 3.7.1 omits a fence for V, which arrives after K."""
+    """A fence between two waits orders only the first copy, K. The copy of V, which arrives later, needs its own.
+
+    Triton 3.7.1 omits the fence for V.
+    """
     copies = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\ncp.async.commit_group;\n" * 2
     product = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r3}, %rd2, %rd3, 1;\n"
     text = copies + f"cp.async.wait_group 1;\n{FENCE}\n{product}cp.async.wait_group 0;\n{product}ret;\n"
@@ -63,7 +66,7 @@ def test_a_fence_between_two_waits_orders_the_first_copy_alone() -> None:
 
 
 def test_copies_of_a_mask_need_no_fence() -> None:
-    """Copies of a mask need no fence, because they have four bytes and go to registers."""
+    """Copies of a mask (`cp.async.ca`) need no fence, because no matrix instruction reads a mask."""
     assert Ptx(LOOP.format(fence="", left=0).replace("cp.async.cg", "cp.async.ca")).missing_fences() == 0
 
 
@@ -71,7 +74,7 @@ def test_copies_of_a_mask_need_no_fence() -> None:
 def test_loads_ahead_are_the_copies_under_way_at_a_product(left: int, ahead: int) -> None:
     """Loads ahead are copies that still run during a product; there are none if the loop waits for all copies first."""
     text = LOOP.format(fence=FENCE, left=left)
-    if left == 2:  # a second product runs during more loads, but the first one counts
+    if left == 2:  # a second product runs during two loads; the result is the minimum over products
         text = LOOP.format(fence=FENCE, left=1).replace(
             "@%p2 bra", "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r3}, %rd2, %rd3, 1;\n@%p2 bra"
         )

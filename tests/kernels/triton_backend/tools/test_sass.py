@@ -16,11 +16,11 @@ def code(*lines: str) -> Code:
 @pytest.mark.parametrize(
     ("written", "hazard"),
     [
-        ("MOV R91, R2 ;", True),  # the operand: four registers from R88
+        ("MOV R91, R2 ;", True),  # the product reads R88 to R91
         ("MOV R92, R2 ;", False),
         ("LDS.128 R84, [R2] ;", False),
         ("LDS.128 R85, [R2] ;", True),
-        ("@P0 FADD R55, R2, R3 ;", True),  # the accumulator: 32 registers from R24
+        ("@P0 FADD R55, R2, R3 ;", True),  # the product accumulates in R24 to R55
         ("FADD R56, R24, R3 ;", False),
         ("IMAD.WIDE.U32 R22, R2, R3, R4 ;", False),
         ("IMAD.WIDE.U32 R23, R2, R3, R4 ;", True),

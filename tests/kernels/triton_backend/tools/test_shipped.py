@@ -1,4 +1,4 @@
-"""The recorded compile reports match the shipped tiles, whose stages the installed Triton compiles rightly."""
+"""The recorded compile reports match the shipped tiles. Where a Triton omits proxy fences, tiles have one stage."""
 
 import json
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
     names = [field.name for field in fields(Report)]
     reports = [Report(**{name: kernel[name] for name in names}) for kernel in actual]
     variants = [Variant(*(getattr(report, name) for name in Variant._fields)) for report in reports]
-    # The sinks' gradient is always float32.
+    # `backward_sinks` is always compiled for float32, so its dtype says nothing about the other kernels.
     dtypes = list(dict.fromkeys(variant.dtype for variant in variants if variant.kernel != "backward_sinks"))
     assert "bfloat16" in dtypes  # float16 has the same tiles; float32's tiles are equal on every chip
     assert variants == all_of(arch, dtypes), "run make compile-all"
@@ -36,7 +36,11 @@ def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
 def test_before_triton_3_7_1_no_product_of_sm_90_reads_an_asynchronous_copy(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before Triton 3.7.1 no wgmma of sm_90 (64 rows) reads an asynchronous copy; other products are unaffected."""
+    """With Triton before 3.7.1, tiles of 64 rows or more, which use wgmma on sm_90, have one stage.
+
+    A tile of one stage uses no asynchronous copies, which need a fence. Tiles with fewer rows, and those of the path
+    for Hopper, may have several stages.
+    """
     monkeypatch.setattr("triton.__version__", version)
     old = version in ("3.6.0", "3.7.0")
     several = 0
