@@ -189,5 +189,5 @@ def test_a_request_that_does_not_wait_for_others_is_let_in():
         small = inside.enter_context(admission.permit(0))
         small.charge(Price(0, 0.01), NOW + 1, 1.0)  # it runs before the large requests
         small.charge(Price(0, 10.0), None, 1.0)  # a request without a deadline may wait
-        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # the engine's speed is unknown
+        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # the engine's speed is unknown (0.0): no wait is predicted
         small.charge(Price(0, 10.0), NOW - 1, 1.0)  # already late: it is admitted, and answered with 504

@@ -1,4 +1,4 @@
-"""API keys and their permissions work as documented."""
+"""`Keyring` finds the API key of a request and checks its permissions. Keys come from a setting and a file."""
 
 import hashlib
 import json

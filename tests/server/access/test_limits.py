@@ -68,7 +68,8 @@ def test_computing_is_limited_in_predicted_seconds_and_what_was_not_needed_is_gi
     limited = quota(compute_seconds_per_second=0.5)
     with Admission(Settings()).permit(0, limited) as permit:
         permit.charge(Price(10, 30.0))
-        assert refused(permit.charge, Price(1, 0.1)) == 59  # a bucket holds one second of the rate
+        # 30 s of computing at a rate of 0.5 take 60 s to refill. The key is refused until only BURST, 1 s, is left.
+        assert refused(permit.charge, Price(1, 0.1)) == 59
         permit.correct(Price(10, 3.0))
         assert refused(permit.charge, Price(1, 0.1)) == 5
         clock.now += 5.1
@@ -161,7 +162,7 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
     for taker in takers:
         taker.kill()
         taker.communicate()
-    assert sum(here.numbers[3:]) == 3  # of the dead processes
+    assert sum(here.numbers[3:]) == 3  # the requests of the dead processes still count
     for n in range(3):
         Spent("alice", WorkerGroup(tmp_path, n))
     assert sum(here.numbers[3:]) == 0

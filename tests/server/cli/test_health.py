@@ -7,7 +7,7 @@ def test_health_is_asked_where_the_server_is(server, capsys):
     assert main(["health", "--port", str(server.port)]) == 0
     assert (
         main(["health", "--port", str(server.port), "--host", "0.0.0.0", "--insecure"]) == 0
-    )  # as in the image's health check
+    )  # the command of the Docker image's health check
     assert capsys.readouterr().out == 2 * "alive: /health/live is 200\n"
     assert main(["health", "--port", "0"]) == 2
     assert main(["health", "--queue-limit", "0"]) == 2

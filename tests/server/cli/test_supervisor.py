@@ -42,7 +42,7 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
 
 @pytest.mark.slow
 def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_server):
-    """With queue_limit=1, a request with an unsent body fills the queue of both workers until its worker is killed."""
+    """With queue_limit=1, a request that lacks its last byte fills the queue of both workers until its worker dies."""
     server = start_server(workers=2, queue_limit=1)
     wait_for(lambda: workers_ready(server) == 2, lambda: f"{workers_ready(server)} of two workers are ready")
     with send(server, SMALL[:-1], length=len(SMALL)) as unsent:

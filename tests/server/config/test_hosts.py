@@ -1,4 +1,4 @@
-"""The name in a Host header is parsed, or None if it is invalid; `allowed_hosts` accepts only host names."""
+"""`host_name` returns the name in a Host header, or None if it is invalid; `allowed_hosts` accepts only host names."""
 
 import pytest
 from pydantic import ValidationError

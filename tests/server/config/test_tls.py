@@ -199,7 +199,10 @@ def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_se
 
 
 def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
-    """Slow readers get right answers, although other answers reuse memory while theirs wait, in part encrypted."""
+    """Slow readers get right answers, although other answers reuse memory while those of the slow readers wait.
+
+    A waiting answer is already encrypted in part.
+    """
     context = trusting(authority)
     with contextlib.ExitStack() as open_until:
         slow = []
@@ -236,7 +239,7 @@ def test_grpc_asks_for_a_certificate_too(server, authority):
             return channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=60)
 
     cert, key = authority.give("caller")
-    assert live(key, cert) == b"\x08\x01"  # live: true
+    assert live(key, cert) == b"\x08\x01"  # protobuf for "live: true"
     with pytest.raises(grpc.RpcError) as refused:
         live()
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,4 +1,7 @@
-"""Between two parts of a large request, the engine runs small requests, and checks its deadline and its client."""
+"""The engine runs small requests between two parts of a large request.
+
+It starts no further part if the deadline of the large request has passed or its client has left.
+"""
 
 import concurrent.futures
 
@@ -25,7 +28,10 @@ def pool():
 
 @pytest.fixture
 def step(gated):
-    """Close the gate at which second parts of requests step-… wait; yield the gate; open it after the test."""
+    """Close the gate `step`, and open it after the test; yield its file.
+
+    The second part of a request whose id begins with step- waits at this gate.
+    """
     gate = gated.gate("step")
     gate.unlink(missing_ok=True)
     yield gate
@@ -37,7 +43,7 @@ def wait_held(gated, name):
     gated.server.wait_for_line(lambda line: line["event"] == "held" and line["request_id"] == name)
 
 
-# Without the last kind, `reference`, whose requests this engine does not cut into parts; a test below has this kind.
+# KINDS[-1] is `reference`: this engine does not cut its requests into parts. The last test of this file has this kind.
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "plain" else pytest.mark.slow) for kind in KINDS[:-1]]
 )
@@ -94,7 +100,7 @@ def test_a_small_request_passes_an_exact_one_of_many_sequences(server, pool):
     with send(server, message(tensors, **options), request_id="exact"):
         wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
         assert post(server, "/attention", SMALL).status == 200
-        assert server.get("/info")[1]["load"]["requests"]  # the load may still count the answered small request
+        assert server.get("/info")[1]["load"]["requests"]  # at least the large request, or still the small one
         assert not [line for line in list(server.lines) if line.get("request_id") == "exact"]
     assert server.wait_for_request("exact")["code"] == "client_gone"
     nothing_inside(server)

@@ -31,7 +31,7 @@ def test_every_thread_of_an_engine_leaves_the_cores_to_http_first(server):
 
 
 def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
-    """If an engine is killed, its running request gets 503, its benchmark fails, and the next engine does the rest."""
+    """If an engine is killed, its running request gets 503 and its benchmark fails; the next engine runs all others."""
     server, engine = gated.server, gated.server.engine_pid
     before, alone = post(server, "/attention", SMALL), small(backend="reference")
     timed = {"shapes": [{"q_len": 8, "head_dim": 8}], "backends": ["naive"]}

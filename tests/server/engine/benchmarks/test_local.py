@@ -1,4 +1,4 @@
-"""The contract's schemas fit the results, presets and backends of the kernels; a seed draws the same problem."""
+"""The contract's schemas fit the results and presets of the kernels; one seed draws the same problem in every dtype."""
 
 import dataclasses
 from typing import get_args

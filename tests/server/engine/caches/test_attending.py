@@ -1,4 +1,4 @@
-"""Calls over forks of a cache read their shared keys once, and each call has the same bits in a batch and alone."""
+"""Calls over forks of a cache read their shared keys once, and have the same output bits in a batch and alone."""
 
 import itertools
 from collections import Counter
@@ -84,7 +84,7 @@ def prefixes(parts: list[CachedPart]) -> list[SharedPrefix]:
 
 
 class Histories(RuleBasedStateMachine):
-    """After random writes, forks, truncations and deletions, each call has the same bits in a batch and alone."""
+    """After random writes, forks, truncations and deletions, a call has the same output bits in a batch and alone."""
 
     shared: ClassVar[Counter[bool]] = Counter()  # the number of batches with (True) and without shared keys
 
@@ -189,7 +189,7 @@ def test_forks_of_forks_read_each_chunk_once() -> None:
     caches = forks.store.find(ALICE, leaves)
     reads = forks.store.reads(caches, 0)
     assert reads is not None
-    assert abs(sum(reads) - prefix.keys) <= len(leaves) * 4  # the share of each cache is rounded up
+    assert abs(sum(reads) - prefix.keys) <= len(leaves) * 4  # `reads` rounds up for each cache
     k, v = (
         [torch.cat([piece[n] for piece in cache.tracks[0].pieces(0, cache.tracks[0].length)], 2) for cache in caches]
         for n in (1, 2)

@@ -122,7 +122,7 @@ def test_pages_are_read_in_place_with_the_bits_of_a_copy(options):
 def test_8_bit_pages_are_read_in_place_with_their_scales(dtype, backend):
     """8-bit pages are read in place, after a fork has copied a page, with a mask, and with NaN in a key.
 
-    If tokens were dropped, as in the case for `tiled`, a mask causes a copy: its positions count dropped tokens.
+    If tokens were dropped, as in the case for `tiled`, a mask, which also has columns for them, causes a copy.
     """
     store, name = CacheStore(Ledger(1 << 26), 100.0, paged=True), str(dtype).removeprefix("torch.")
     lengths = [130, 17] if backend == "triton" else [2 * CHUNK + 30, 17]
@@ -211,7 +211,7 @@ def test_a_kernel_reads_the_pages_of_forks_once_with_the_bits_of_each_alone():
 def test_tokens_that_a_layer_no_longer_keeps_are_not_read():
     """Tokens that `keep` has dropped are not read, in place or in a copy.
 
-    With a mask, whose positions count dropped tokens, the remaining keys are copied.
+    With a mask, which has columns for dropped tokens, too, the remaining keys are copied.
     """
     length, q = 2 * CHUNK + 30, normal(1, HQ, 2, D, seed=7)
     for options, in_pages in (({}, True), ({"attn_mask": torch.arange(length) % 3 > 0}, False)):

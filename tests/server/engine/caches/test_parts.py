@@ -97,7 +97,10 @@ def test_any_call_is_right_and_has_the_bits_of_each_sequence_alone(
     dtype: str, lengths: list[int], q_len: int, group: int, causal: bool, window: tuple[int, int], alibi: bool,
     sinks: bool, cores: int, scale: float | None, paged: bool, mask: str, dropout_p: float, dims: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Any call is right, whether chunks are separate or pages, as in a server with the backend `triton`."""
+    """Any call is right, and each sequence has the bits it has alone.
+
+    Chunks are separate, or pages of one block (`paged`), as in a server with the backend `triton`.
+    """
     caches, heads = Caches(lengths, dtype, paged=paged, dims=dims), HK * group
     kind = getattr(torch, dtype) if dtype in ("float16", "bfloat16") else torch.float32
     q = normal(len(lengths), heads, q_len, dims[0], seed=7).to(kind)

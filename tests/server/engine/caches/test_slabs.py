@@ -45,7 +45,7 @@ def write(store, serial, count, at=None, seed=0):
 
 
 def adjacent(track):
-    """Return the number of chunks of each adjacent run; assert that `spans`, for the C kernels, match their memory."""
+    """Return the number of chunks of each adjacent run; assert that `Track.spans` has the addresses of all chunks."""
     spans = track.spans()
     numbers = (ctypes.c_int64 * (8 * len([c for c in track.chunks if c is not None]))).from_address(
         spans.of_sequence(0)

@@ -42,7 +42,7 @@ HELD = forward(99)  # keeps the engine busy while a gate is closed
 
 @pytest.fixture
 def mortal(start_server, tmp_path):
-    """Return a function that starts a server for one test, which may end it or its engine."""
+    """Return a function that starts a server for this test alone. The test may end the server or its engine."""
     return lambda **settings: GatedServer(start_server, tmp_path, interpret=True, **settings)
 
 
@@ -67,7 +67,7 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
     assert [answer.body for answer in batched] == [answer.body for answer in alone]
     after = read_metrics(gated.server)
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert grown["flashpoint_batch_size_count"] == 2.0  # the blocked launch and this one
+    assert grown["flashpoint_batch_size_count"] == 2.0  # two launches: the blocked request, and the batch of eight
     assert grown["flashpoint_batch_size_sum"] == 9.0
     assert grown["flashpoint_padding_saved_flops_total"] > 0
     assert after["flashpoint_kernel_tflops"] > 0
@@ -127,7 +127,7 @@ def test_who_leaves_a_running_batch_costs_its_mates_nothing(gated, pool):
 
 
 def test_sequences_that_meet_nobody_are_answered(gated):
-    """Packed sequences, one without keys and one without queries, are answered: 0. Padding would need much memory."""
+    """One packed sequence has no keys, so its output is 0; one has no queries. Padding would need much memory."""
     q = torch.zeros(16384, 1, 64, dtype=torch.float16)
     ends = {"cu_seqlens_q": torch.tensor([0, 16384, 16384]), "cu_seqlens_k": torch.tensor([0, 0, 16384])}
     answer = post(gated.server, "/attention", message({"q": q, "k": q, "v": q, **ends}, layout="thd", backend="torch"))

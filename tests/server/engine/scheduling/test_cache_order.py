@@ -52,7 +52,7 @@ def tokens(count, *names):
 
 
 def writing(one, count=1):
-    """Return a request that writes `count` tokens into the cache `one`; calls of its backend run one at a time."""
+    """Return a request that writes `count` tokens into the cache `one`. Requests for `reference` run one at a time."""
     return message(tokens(count, "q", "k", "v"), caches=[one], backend="reference")
 
 

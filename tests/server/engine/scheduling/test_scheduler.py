@@ -409,7 +409,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     assert (part.requests[0].submit.id, bench.woken) == (number, 1)
     plugin.wanted = True
     bench.admit()
-    assert bench.scheduler.take() is None  # no part starts, so that the slice can run alone soon
+    assert bench.scheduler.take() is None  # no part starts, so that the plugin's slice can run alone soon
     monkeypatch.setattr(module, "HOLD_SECONDS", 0.0)
-    bench.take()  # the slice has waited longer than HOLD_SECONDS, so parts start again
+    bench.take()  # the plugin's slice has waited longer than HOLD_SECONDS, so parts start again
     assert plugin.calls == ["begin", "postpone"]

@@ -140,7 +140,7 @@ class Holding(RuleBasedStateMachine):
                 del entries[serial]
                 self.lost[serial] = owner
         for serial in [one for one, (name, *_) in self.running.items() if name == owner]:
-            self.saved.keep(self.running.pop(serial)[2], {"q": torch.zeros(1)})  # freed when it ends
+            self.saved.keep(self.running.pop(serial)[2], {"q": torch.zeros(1)})  # the forward ends, and is freed then
             self.lost[serial] = owner
 
     def any(self, data):
