@@ -130,7 +130,7 @@ def test_a_call_whose_deadline_has_passed_starts_no_process():
 
 
 def test_who_gives_a_call_up_costs_the_next_no_process(blocked):
-    """After a caller cancels a call, the same JSON process answers the next call, because a new one starts slowly."""
+    """After a caller cancels a call or its deadline passes, the same JSON process answers the next call."""
 
     async def calls(codec):
         process = await codec.run(None, os.getpid)

@@ -252,7 +252,8 @@ def test_an_answer_given_up_is_never_another_requests(gated):
 
     def reuse():
         while not over.is_set():
-            with contextlib.suppress(http.client.HTTPException, ConnectionError):  # this one may be dropped, too
+            # The server may drop this answer, too.
+            with contextlib.suppress(http.client.HTTPException, ConnectionError):
                 post(server, "/attention", wide(-1, 1 << 12))
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

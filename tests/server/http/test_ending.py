@@ -42,7 +42,7 @@ def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
 
 
 def test_a_body_that_is_refused_before_it_has_come_costs_no_connection_where_it_is_short(server):
-    """If the server refuses a request before its short body has arrived, it discards the rest and reads on."""
+    """If the server refuses a request before its short body has come, it discards the rest and keeps the connection."""
     refused = message({"q": SMALL["q"], "x": torch.zeros(100_000)})
     head = "POST /attention HTTP/1.1\r\nHost: localhost\r\n"
     with connect(server) as connection:

@@ -25,7 +25,7 @@ ALONE = small(backend="reference")
 
 def test_half_a_connection_gets_its_answers(server, job):
     """A client that shuts down sending gets the answers to its complete requests, not to an incomplete last one."""
-    large = message({name: normal(1, 8, 4096 if name == "q" else 4, 64, seed=1) for name in "qkv"})  # 8 MiB
+    large = message({name: normal(1, 8, 4096 if name == "q" else 4, 64, seed=1) for name in "qkv"})  # q, o: 8 MiB each
     for sent in (
         get("/info"), get(f"{job}/events"), get("/health", version="1.0"), post("/attention", GOOD, SAFETENSORS),
         post("/attention", GOOD, SAFETENSORS, version="1.0"), post("/attention", large, SAFETENSORS),
@@ -43,7 +43,7 @@ def test_half_a_connection_gets_its_answers(server, job):
 
 def test_a_slow_reader_of_half_a_connection_gets_all(server):
     """A slow reader that has shut down sending gets a complete answer that is larger than the socket buffers."""
-    large = message({name: torch.ones(1, 8, 16384 if name == "q" else 4, 64) for name in "qkv"})  # 32 MiB
+    large = message({name: torch.ones(1, 8, 16384 if name == "q" else 4, 64) for name in "qkv"})  # q, o: 32 MiB each
     with connect(server, receive_buffer=4096) as connection:
         connection.sendall(post("/attention", large, SAFETENSORS))
         connection.shutdown(socket.SHUT_WR)
@@ -77,7 +77,7 @@ def test_a_client_that_ends_its_sending_and_then_leaves_is_dropped(gated):
         with connect(gated.server) as connection:
             connection.sendall(post("/attention", ALONE, SAFETENSORS, f"X-Request-Id: {name}"))
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # by which the server tests it
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # a client that has left would reset it
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close now resets
         gated.wait_dropped(name)
     assert gated.server.wait_for_request(name)["code"] == "client_gone"

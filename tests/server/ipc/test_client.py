@@ -43,7 +43,7 @@ async def until(condition):
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """Return a function from the suffix of an engine's gate, as ".gate", to its file (tests/support/faulty)."""
+    """Return a function from a suffix, such as ".gate", to the file of this gate (tests/support/faulty/engine.py)."""
     monkeypatch.setenv("FLASHPOINT_TEST_GATE", str(tmp_path / "open"))
     return (tmp_path / "open").with_suffix
 
@@ -127,7 +127,7 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
             dropped.staging.release()
-            assert b.pool.taken == 8  # the engine holds the memory of unanswered jobs
+            assert b.pool.taken == 8  # with the memory of `dropped`, which the engine has not answered yet
             refused = b.engines.submit(late)
             gate(".gate").touch()
             with pytest.raises(Refusal) as caught:
@@ -181,7 +181,7 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
             lost = await b.begun(begun := b.job("gate-runs"))
             leaving = b.engines.submit(left)
             waiting = [asyncio.create_task(b.answer(job)) for job in (b.job("waits"), b.job("waits too"))]
-            await asyncio.sleep(0)  # the jobs are sent
+            await asyncio.sleep(0)  # lets the tasks of `waiting` send their jobs
             gate(".closed").touch()  # makes the next engine wait at its start
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(Refusal) as caught:

@@ -25,7 +25,7 @@ def test_counts_of_another_process_are_seen_until_they_are_cleared(tmp_path):
 
 def test_a_successor_begins_with_nothing_and_leaves_the_others(tmp_path):
     tables = [Table("some", WorkerGroup(tmp_path, n, 2), 2) for n in range(2)]
-    tables[0].numbers[0] = 9  # column 0 belongs to no process
+    tables[0].numbers[0] = 9  # a number outside the rows, which belongs to no process
     for n, table in enumerate(tables):
         for row in table.rows:
             row[n] = 1

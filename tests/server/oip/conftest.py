@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="session")
 def held(tmp_path_factory):
-    """Yield a server with gRPC, API keys, shared memory and small limits, whose launches wait at gates."""
+    """Yield a server with gRPC, API keys, shared memory and small limits. Tests can make its launches wait."""
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
     from tests.support.oip.held import HeldServer
 

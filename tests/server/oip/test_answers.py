@@ -76,7 +76,7 @@ def test_nothing_else_is_compressed(url, accepted):
 KEY = {"authorization": "Bearer all"}
 
 
-WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # its answer slightly exceeds 64 KiB
+WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # o: 64 KiB, the limit of JSON answers in `locked`
 
 
 def test_an_answer_in_numbers_has_a_limit_and_one_in_bytes_has_none(locked):

@@ -1,4 +1,4 @@
-"""gRPC's memory limit for arriving messages: a call counts with the largest size until its message has arrived.
+"""gRPC's memory limit for arriving messages: a call counts with the maximum message size until its message has come.
 
 A call reads, waits for memory, or is ended because it is slow and another call needs the memory.
 """

@@ -115,7 +115,7 @@ def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_li
         statuses = Counter(pool.map(lambda _: call(), range(6 * CLIENTS)))
     assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED"}
     assert statuses["OK"]
-    others = 32 + 3 * CLIENTS  # MiB: heaps, and up to 1 per connection; without the limit: 280 in all
+    others = 32 + 3 * CLIENTS  # MiB: 32 for heaps, 1 per connection; without the limit, the total would be 280
     assert watched.bytes - idle <= (64 + others) * MIB, statuses
     assert call() == "OK"
 

@@ -116,7 +116,10 @@ def test_a_grpc_port_that_is_taken_ends_the_server(server):
 
 @pytest.mark.slow
 def test_silent_calls_make_way(private_server):
-    """A call that sends no message is ended if a later call needs its place. A stopping server answers other calls."""
+    """A call that sends no message is ended if a later call needs its place in the queue.
+
+    A stopping server refuses new inference calls, but still answers `ServerReady` and the running call.
+    """
     private_server = private_server(queue_limit=2, body_timeout=0.5)
 
     def answered():
@@ -128,7 +131,7 @@ def test_silent_calls_make_way(private_server):
                 raise
             return False
 
-    with silent_call(private_server.caller, method=f"/{HEALTH}/Check") as probe:  # a health check needs no key
+    with silent_call(private_server.caller, method=f"/{HEALTH}/Check") as probe:  # ends after body_timeout
         assert probe.exception(HANG).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     with silent_call(private_server.caller) as first, silent_call(private_server.caller) as second:
         calls = (first, second)
