@@ -1,4 +1,4 @@
-"""Block masks give the answers of the dense mask with the same scores, and skipped blocks are never read."""
+"""A block mask gives the answers of the dense mask that shows the same scores, and skipped blocks are never read."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.kernels.solving import backward, forward, normal, qkv
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_a_block_that_is_skipped_is_not_read(backend: str) -> None:
-    """NaN in keys and values that no block needs does not change the answers, and their gradients are 0."""
+    """NaN in keys and values of skipped blocks does not change the answers, and the gradients of these keys are 0."""
     size, (q_len, kv_len) = ((128, 128), (256, 384)) if backend == "tiled" else ((64, 64), (128, 192))
     tensors = qkv(1, 2, q_len, kv_len, 16, kv_heads=1)
     tensors["block_mask"] = torch.tensor([[[[True, False, True], [True, False, False]]]], device=DEVICE)

@@ -19,7 +19,7 @@ ROWS, KEYS = torch.arange(5, device=DEVICE)[:, None], torch.arange(9, device=DEV
 SLOPES = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE)
 TOP_LEFT = {"causal_alignment": "top_left"}
 
-# Options of `attention`, and the keys that a query sees according to the other library's source code.
+# For masks of other libraries: the options of `attention`, and the visible keys according to that library's source.
 MASKS: dict[str, tuple[dict[str, Any], Tensor]] = {
     "torch and JAX is_causal, xformers LowerTriangularMask, flex q >= kv": ({"causal": True, **TOP_LEFT}, KEYS <= ROWS),
     "flash-attn and FlashInfer causal": ({"causal": True}, KEYS <= ROWS + 4),
@@ -40,7 +40,7 @@ MASKS: dict[str, tuple[dict[str, Any], Tensor]] = {
 
 
 def exact(mask: Tensor | None = None, bias: Tensor | float = 0.0) -> Tensor:
-    """Return o in float64; o is 0 for a query without keys."""
+    """Return o of Q, K and V, computed in float64; o is 0 for a query that sees no key."""
     k, v = (t.repeat_interleave(2, 1).double() for t in (K, V))
     scores = Q.double() @ k.mT / 4 + bias
     if mask is not None:

@@ -1,4 +1,4 @@
-"""The tests for GPUs prepare their launches with the tile tables of absent GPUs, but run none of them.
+"""Without a GPU, the tests for GPUs prepare their launches with the tile tables of a GPU, but launch no kernel.
 
 They run with the plugin tests/support/kernels/resolved.py. A test whose shapes fit only the interpreter's tiles fails
 here, and not first on a GPU.
@@ -13,13 +13,13 @@ import pytest
 from benchmarks.gpu_day import plan, suites
 from benchmarks.gpu_day.checkout import ROOT
 
-# test_nano.py launches without a `Call`, with tiles that the tables do not have.
+# This file is left out: it launches its kernel without a `Call`, with tiles that are not in the tables.
 OWN_TILES = "tests/kernels/test_nano.py"
-# Here the backend `tiled` computes the answers, and it reads keys of blocks that this test expects to be skipped.
+# This test is left out: here the backend `tiled` answers, and reads keys of blocks that the test expects to be skipped.
 NOT_HERE = "tests/kernels/test_block_masks.py::test_a_block_that_is_skipped_is_not_read[triton]"
 
 
-# These tests assert which kernels run.
+# The tests that assert which kernels run.
 _FIRST = (
     "test_triton_hopper.py", "test_triton_packed.py",
     *(f"triton_backend/host/test_{name}.py" for name in ("launch", "route", "sharing")),

@@ -166,7 +166,7 @@ def by_name(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def captures(how: str) -> tuple[Mod, Tensor]:
-    """Return a score_mod and a captured tensor that requires a gradient."""
+    """Return a score_mod, and the tensor with a gradient that it captures in the way `how`."""
     leaf = normal(3, seed=32).requires_grad_()
     table = Table(leaf)
     module = Bias()
@@ -263,7 +263,7 @@ def test_memory_grows_with_n_and_not_with_its_square() -> None:
 
     few, many = taken(1024), taken(4096)
     assert many < 5 * few
-    assert many < 2 * 4096 * 4096 * 4 / 2  # half of one matrix of scores
+    assert many < 2 * 4096 * 4096 * 4 / 2  # half of the scores of both heads in float32
 
 
 @pytest.mark.slow

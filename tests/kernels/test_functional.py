@@ -93,7 +93,7 @@ def test_strided_leaves_and_gradients(layout: str) -> None:
 
 
 def test_dropout_backward_drops_what_forward_dropped() -> None:
-    """Without a given seed, v's gradient is P̃ᵀ·do for the same dropped P̃ that made o, because o is linear in v."""
+    """Without a given seed, the backward has the forward's P̃ (P after dropout): v's gradient is P̃ᵀ·do."""
     t = leaves()
     t["v"] = torch.eye(7, device=DEVICE).expand(2, 2, 7, 7).clone().requires_grad_()
     o = attention(**t, dropout_p=0.5)

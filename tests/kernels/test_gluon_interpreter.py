@@ -1,4 +1,4 @@
-"""The tests' interpreter of Gluon reports wrong orders of copies, products and roles, and runs a correct program."""
+"""The tests' interpreter of Gluon runs a correct program, and reports missing waits between copies and products."""
 
 import math
 
@@ -18,7 +18,7 @@ TILES, N = 3, 16
 
 @gl.jit
 def bring(source, x, rows, full, free, MISTAKE: tl.constexpr):
-    """Copy the tiles of x one after another into one tile of shared memory."""
+    """Copy the tiles of `source` one after another into `x`, a tile of shared memory."""
     for n in range(3):
         if MISTAKE == "changes the descriptor":
             rows = tma.make_tensor_descriptor(source, [3 * 16, 16], [16, 1], [16, 16], None)

@@ -1,4 +1,4 @@
-"""`merge` of attention over parts of the keys equals attention over all keys and the SDK's merge, also in a ring."""
+"""`merge` of attention over parts of the keys equals attention over all keys and the SDK's merge, also across ranks."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_large_scores_do_not_overflow_and_merges_are_merged_again() -> None:
     torch.testing.assert_close(merge([first[0], outputs[2]], [first[1], lses[2]]), flat, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # lse is float32
+@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # gradgradcheck warns that lse is float32
 def test_second_derivatives() -> None:
     outputs = [normal(1, 1, 2, 3, seed=n).double().requires_grad_() for n in range(2)]
     lses = [normal(1, 1, 2, seed=n).requires_grad_() for n in range(2)]

@@ -96,7 +96,7 @@ def test_a_tile_uses_the_shared_memory_that_there_is() -> None:
 
 @pytest.mark.slow
 def test_compiled_for_two_generations() -> None:
-    """nano.py, compiled for two generations, fits shared memory and registers, and its products use the matrix unit."""
+    """nano.py, compiled for sm_80 and sm_90, fits shared memory and registers, and its products use tensor cores."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.kernels.nano_compiled"]
     root = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_compiled_for_two_generations() -> None:
 
 @pytest.mark.slow  # the interpreter takes several seconds
 def test_it_shows_itself_and_its_errors_from_the_command_line() -> None:
-    """The command line of nano.py shows its program and its errors without TRITON_INTERPRET, as a reader runs it."""
+    """`python -m flashpoint_kernels.nano` prints the kernel and its errors, also if TRITON_INTERPRET is not set."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "flashpoint_kernels.nano"]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600, check=True)

@@ -1,7 +1,7 @@
 """`offset` moves the diagonal of each sequence; plans and kernels do not depend on its values.
 
-The covering array of `triton_cases` tests pairs with other options; test_one_row.py and test_short_sequences.py test
-the bits.
+The cases of `triton_cases` combine `offset` with each other option; test_one_row.py and test_short_sequences.py test
+whether answers with `offset` have the same bits.
 """
 
 from typing import Any

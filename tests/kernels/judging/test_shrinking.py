@@ -1,4 +1,4 @@
-"""The smallest failing case fails again when it runs alone, also from the saved file and the reported command."""
+"""The smallest failing case in a report fails again alone, from its saved file and by the reported command."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_smallest_case_alone_names_the_same_cause() -> None:
-    """The smallest case has more than two keys: with two, a mask with one key too many equals no mask."""
+    """The smallest case has more than two keys: with two, a causal mask that hides one key too few hides none."""
     report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32")
     assert report.smallest is not None
     assert report.smallest.case["kv_len"] > 2
-    assert {failure.relation for failure in report.failures} == {"accuracy"}  # each is of a single call
+    assert {failure.relation for failure in report.failures} == {"accuracy"}  # found in one call
     again = flashpoint_kernels.judge(WRONG["sees_next"].function, only=report.smallest.case)
     assert {cause.code for cause in again.causes} == {report.causes[0].code} == {"causal-by-one"}

@@ -145,7 +145,7 @@ def judged(function: Any, **only: Any) -> Report:
 def sizes_of(name: str) -> dict[str, int]:
     """Return the sizes of a case that the function with this name accepts."""
     if name in ("without_heads", "one_matrix"):
-        heads = 3 if name == "without_heads" else 1  # one sequence of 3 heads is a batch of 3 to it
+        heads = 3 if name == "without_heads" else 1  # without_heads reads 3 heads as a batch of 3
         return SIZES | {"batch": 1, "q_heads": heads, "kv_heads": heads, "value_dim": 16}
     if name == "flash_attn_qkvpacked_func":
         return SIZES | {"kv_heads": 4, "kv_len": 9, "value_dim": 16}

@@ -59,7 +59,7 @@ def test_right_answers_and_a_clear_refusal_are_no_failures(trial: Trial) -> None
 
 @pytest.mark.parametrize("trial", [wrong_at_one], indirect=True)
 def test_one_wrong_number_is_located(trial: Trial) -> None:
-    """The failure has the position of a wrong number at head 0, row 0, column 5 of each of two sequences."""
+    """The failure locates a number that is wrong in both sequences: head 0, row 0, column 5."""
     outcome = trial.run(CASE)
     assert (outcome.status, outcome.failed, outcome.wrong_outputs) == ("wrong", True, ("o",))
     failure = outcome.failure()

@@ -1,4 +1,4 @@
-"""A seed determines the tensors of a case; for the kinds of values in EXACT, each data type holds the exact scores."""
+"""The seed of a case determines its tensors. For kinds of values in EXACT, each data type represents scores exactly."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 /* Read a replay (see threads.c) and its tensors from standard input, run it, and write the tensors to standard output.
 
-   The input starts with int64 numbers: 0 for the forward or 1 for the gradient, the size and the number of calls, the
-   number of integers, the integers, one base for each integer, the number of tensors, the bytes of each tensor. The
-   bytes of all tensors follow. */
+   The input starts with int64 numbers: 0 for the forward or 1 for the gradient, then the members `size`, `count`,
+   `length`, `integers` and `bases` of `struct replay`, the number of tensors, and the size of each tensor in bytes. The
+   contents of all tensors follow. */
 
 #include <stdint.h>
 #include <stdio.h>

@@ -12,7 +12,7 @@ from flashpoint_kernels import attention_backward
 from tests.support.kernels.solving import forward, normal, qkv
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # errors are relative to the largest value
+ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # limits, relative to the largest value
 LARGEST = torch.finfo(torch.float32).max
 
 

@@ -43,7 +43,7 @@ def test_each_call_is_computed_once(count: int) -> None:
 
 
 def test_calls_run_on_threads_of_their_own_which_take_no_signals() -> None:
-    """Two calls that wait for each other both return, so they run on two threads; the second blocks all signals."""
+    """Two calls that wait for each other both return, so they run on two threads; the second thread blocks signals."""
     barrier, blocked = threading.Barrier(2), {}
 
     @COMPUTE
@@ -121,7 +121,7 @@ for _ in range(4):
 
 @pytest.mark.slow
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    """A forked child computes with new threads; a separate process forks it, where no other thread holds a lock."""
+    """A forked child computes with new threads. A new process runs FORKS, as threads of this one may hold locks."""
     ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert ran.returncode == 0, ran.stderr
 
@@ -129,12 +129,12 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 SPAN = ("k", "v", "k_head", "v_head", "k_scale", "v_scale", "k_scale_head", "v_scale_head")
 
 
-# For names in Python that differ from C, the member of the C struct `part`.
+# Tensors whose name in Python is not their name in the C struct `part`: name in Python, name in C.
 NAMES = {"do": "dout", "attn_mask": "mask", "dattn_mask": "dmask", "block_mask": "blocks"}
 
 
 def in_c(name: str) -> str:
-    """Return the member of the C struct `part` for this name of `backward.PART`."""
+    """Return the member of the C struct `part` that has this name in `backward.PART`, such as `q.row` for `q_row`."""
     for member in ("_head", "_row", ""):
         base = name.removesuffix(member) if member else name
         if base != name or f"{name}_row" in backward.PART:
@@ -197,7 +197,7 @@ def test_members_are_where_python_writes_them(
 
 @pytest.mark.slow
 def test_no_call_reads_or_writes_beyond_an_array(level: str) -> None:
-    """The kernels touch no memory beside their arrays: an unreadable page before or after an array would end them."""
+    """The kernels access no memory outside their arrays: the pages before or after them end a process that does."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels.guarded", level],
         capture_output=True, text=True, check=False,

@@ -58,7 +58,7 @@ def test_answers_agree_with_float64(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_the_error_does_not_grow_with_the_number_of_keys(rows: int) -> None:
-    """A block of keys has a sum of its own; one sum over all keys had twice this error at 4,096 keys."""
+    """The kernel sums each block of keys by itself; the error of one sum over all 4,096 keys was twice this limit."""
     t = qkv(1, 2, rows, 4096, 32)
     expected = forward("reference", {name: x.double() for name, x in t.items()})["o"]
     error = (forward("torch", t)["o"] - expected).norm() / expected.norm()

@@ -60,7 +60,7 @@ def test_8_bit_keys_are_read_as_they_are(level: str, kind: torch.dtype, scaled: 
     if page:
         t["kv_lengths"] = torch.tensor([700, 650])
         t = in_pages(t, "bhsd", page)
-        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # also in pages that are not read
+        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # scales must be finite, also in unused pages
     check("torch", t, return_lse=True)
 
 
@@ -116,7 +116,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 
 @pytest.mark.slow
 def test_lanes_of_four_are_exact(lanes_of_four: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for other processors are exact, built here with vectors of four floats."""
+    """The generic kernels, with vectors of four floats for processors other than x86-64, are exact."""
     monkeypatch.setattr(native, "library", lambda: lanes_of_four)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group in (1, 2, 5):

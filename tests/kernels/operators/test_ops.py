@@ -56,7 +56,7 @@ def eight_bit() -> dict[str, Tensor]:
     return t | {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
-# Every option and tensor of the contract, with the other arguments that it requires.
+# Tensors and options of calls that together use every tensor and option of the contract.
 CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any]]] = {
     "plain": (inputs, {}),
     "bshd": (lambda: inputs(layout="bshd"), {"layout": "bshd", "causal": True}),
@@ -94,7 +94,7 @@ def leaves(case: str) -> dict[str, Tensor]:
 
 
 def arguments(case: str) -> list[Any]:
-    """Return the arguments in the form that the operators take."""
+    """Return the arguments with which `FORWARD` solves the case with this name."""
     tensors, options = leaves(case), CASES[case][1]
     seed = options.get("dropout_seed")
     seed = None if seed is None else torch.tensor(seed - (1 << 64))
@@ -102,7 +102,7 @@ def arguments(case: str) -> list[Any]:
 
 
 def of_backward(given: list[Any]) -> list[Any]:
-    """Return the tensors and the seed that both the forward and the backward operator take."""
+    """Return those of the arguments of `FORWARD` that `BACKWARD` takes, too: some tensors, and the seed."""
     return [*(given[n] for n in OF_BACKWARD), given[-2]]
 
 
@@ -117,7 +117,7 @@ def cases(fast: Iterable[str], *, without: str = "") -> list[Any]:
     return [pytest.param(case, marks=[] if case in fast else pytest.mark.slow) for case in CASES if case != without]
 
 
-# Under the interpreter opcheck would take 15 s, and the dispatcher does not depend on the backend.
+# Without the case "triton": it takes 15 s in Triton's interpreter, and what opcheck checks does not depend on backends.
 @pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", *FORWARD_ONLY}, without="triton"))
 def test_opcheck(case: str) -> None:
     """The schema, the autograd registration, and the fake kernels' shapes and strides are right for symbolic sizes."""
@@ -258,7 +258,7 @@ def test_inductor() -> None:
 
 def test_what_is_wrong_by_its_sizes_is_refused_when_it_is_traced() -> None:
     t = inputs() | {"attn_mask": normal(3, 3)}
-    with pytest.raises(RuntimeError, match="attn_mask: shape"):  # Dynamo quotes our error
+    with pytest.raises(RuntimeError, match="attn_mask: shape"):  # Dynamo's error quotes that of `attention`
         torch.compile(lambda: attention(**t), fullgraph=True, backend="aot_eager")()
 
 

@@ -1,4 +1,4 @@
-"""The short path of plain calls has the bits, gradients and errors of the long path, which all other calls take."""
+"""The short path of plain.py has the bits, gradients and errors of the long path, ops.py, which takes other calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_bits_and_gradients_are_those_of_the_long_way(
 def test_a_repeated_call_reads_its_own_tensors_whatever_came_before(
     history: list[tuple[int, str, bool, int]], kv_heads: int, q_len: int, dtype: torch.dtype
 ) -> None:
-    """A call that reuses a cached route reads its own tensors, with any number of threads, strides and addresses."""
+    """A call that reuses a cached `plain.Route` reads its own tensors, for any strides, addresses and thread counts."""
     before = torch.get_num_threads()
     try:
         for threads, layout, apart, seed in history:
@@ -107,7 +107,7 @@ def test_a_plain_call_has_a_route() -> None:
      ((40, 2, 200, 16), torch.float32), ((1, 1, 1100, 40), torch.float32), ((1, 4, 1, 64), torch.float32)],
 )  # fmt: skip
 def test_calls_of_more_than_one_part_have_the_bits_of_the_long_way(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Calls cut by heads or sequences, with one head, or with few queries over 1,100 keys have the long path's bits."""
+    """The short path has the long path's bits if a call is cut by heads or sequences, or has one head or one query."""
     t = qkv(*shape[:3], max(shape[2], 1100 if shape[2] == 1 else 0), shape[3], dtype=dtype)
     leaves = [t[n].requires_grad_() for n in "qkv"]
 

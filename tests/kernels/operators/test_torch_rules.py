@@ -24,7 +24,7 @@ FORWARD = "forward-mode derivatives of attention are not available"
 BATCHED = "vmap of a gradient of attention is not available"
 FUNC = "torch.func does not differentiate attention"
 
-# Options that take the two paths of `attention`: "plain" a direct call, the others a call through torch's dispatcher.
+# Options for both paths of `attention`: with "plain" it calls the kernel directly, else through torch's dispatcher.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": 1},
 }  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(options: dict[str, A
 
 @ways
 def test_a_gradient_penalty_raises(options: dict[str, Any]) -> None:
-    """A gradient penalty raises, although it depends on a weight only through do."""
+    """The backward pass of a gradient penalty raises an error, also if `weight` affects dq only through do."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X, **options) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -102,7 +102,7 @@ def test_transforms_raise_and_never_answer_zero(options: dict[str, Any]) -> None
         with pytest.raises(RuntimeError, match=message):
             pytest.fail(f"number {number} gave {call()}")
     with forward_ad.dual_level():
-        assert torch.equal(solve(X), attention(X, X, X, **options))  # X has no tangent, so no derivative is lost
+        assert torch.equal(solve(X), attention(X, X, X, **options))  # no error: X has no tangent
     f.grad(lambda q: (q * solve(X)).sum())(X)  # the transform treats solve(X) as a constant
 
 

@@ -1,4 +1,4 @@
-"""The ranges of keys and queries that `schedule` computes for arrays of tiles equal those of `bounds` for each tile."""
+"""The key and query ranges that `schedule` computes for arrays of tiles equal those of `bounds` for single tiles."""
 
 import itertools
 

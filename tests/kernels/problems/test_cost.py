@@ -40,7 +40,7 @@ sizes = st.integers(0, 700)
 
 
 def counted(q: int, k: int, window: tuple[int, int], causal: bool, offset: int) -> int:
-    """Return the number of query-key pairs in the band extended by one tile at each edge, from a test of each pair."""
+    """Count the query-key pairs in the band, extended by TILE keys at each of its two edges, by a test of each pair."""
     left, right = (10**6 if w < 0 else w for w in window)
     right = min(right, 0) if causal else right
     ahead = np.arange(k)[None] - (np.arange(q)[:, None] + offset)
@@ -54,7 +54,7 @@ def test_pairs_are_those_of_the_band_and_the_tiles_at_its_edges(
 ) -> None:
     spec = spec_of(q, k, window=window, causal=causal, causal_alignment=alignment)
     expected = counted(q, k, window, causal, k - q if alignment == "bottom_right" else 0)
-    if spec.causal_square:  # the FLOPs of a causal square count half of its pairs
+    if spec.causal_square:  # `Spec.flops` takes half of the pairs here, so `pairs_of` doubles them
         expected = min(2 * expected, q * k)
     assert pairs_of(spec, q, k) == expected
     assert extent_of(spec).pairs == expected
@@ -123,7 +123,7 @@ def test_one_query_costs_what_its_keys_take_to_read() -> None:
 
 
 def test_a_type_has_the_price_of_its_own_kernel() -> None:
-    """The estimate uses a data type's own rate if `types` has one, as for bfloat16 with AMX, else the backend's."""
+    """The estimate uses the rate of the data type if `rates.types` has one (bfloat16 with AMX), else `rates.flop`."""
     rates = NOMINAL["torch"]._replace(types={"bfloat16": NOMINAL["torch"].flop / 4})
     wide, wider = (
         {name: plan(dict.fromkeys("qkv", TensorInfo(name, (1, 2, 512, dim))), Options(), "forward") for name in TYPES}
@@ -131,7 +131,7 @@ def test_a_type_has_the_price_of_its_own_kernel() -> None:
     )
 
     def products(name: str) -> float:
-        """Return the estimated seconds of the products for 64 more columns: other parts of the estimate cancel."""
+        """Return how many seconds the matrix products take longer with head dim 128 than 64: other costs are equal."""
         own = [seconds_of(spec[name], rates._replace(byte=0), extent_of(spec[name])) for spec in (wide, wider)]
         return own[1] - own[0]
 

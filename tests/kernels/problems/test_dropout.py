@@ -53,7 +53,7 @@ def test_mask_is_the_contracts_formula(backend: str, seed: int, p: float) -> Non
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
 def test_ragged_sequences_count_from_their_own_first_row(backend: str) -> None:
-    """In thd the mask of sequence b counts i and j from its own first row, and equals the padded mask in bhsd."""
+    """In layout thd the dropout mask of a sequence counts rows and keys from the sequence's first row, as in bhsd."""
     lengths, heads, seed, p = [3, 9], 2, 77, 0.4
     g = torch.Generator().manual_seed(2)
     q, k = (torch.randn((sum(lengths), heads, 16), generator=g).to(DEVICE) for _ in range(2))

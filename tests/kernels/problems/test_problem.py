@@ -1,4 +1,4 @@
-"""A problem's views (H, S, D) have its sequences in every layout, and writes to views change the problem's outputs."""
+"""In every layout, a `Problem` has views (H, S, D) of each sequence, and writes to these change its outputs."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ lengths = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), min_size=1, 
 
 
 def made(pairs: list[tuple[int, int]], layout: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Return a gradient request for sequences of these lengths, and the tensors (H, S, D) of each sequence."""
+    """Return the tensors of a backward problem with these pairs of q_len and kv_len, and each sequence's (H, S, D)."""
     alone = [
         {name: normal(heads, n, 3, seed=9 * b + at) for at, (name, heads, n) in enumerate(
             (("q", 4, q_len), ("k", 2, kv_len), ("v", 2, kv_len), ("do", 4, q_len)))}

@@ -24,7 +24,7 @@ def index(*numbers: int) -> Tensor:
 
 
 def reads(readings: Readings, t: Tensor, expected: list[int]) -> int:
-    """Assert that `t` has these values, and return how often they were read."""
+    """Assert that `readings` returns `expected` for `t`, and return how often it read the values of `t`."""
     before = Counted.reads
     assert readings.kept(t) == expected
     return Counted.reads - before
@@ -59,7 +59,7 @@ def test_readings_end_with_their_tensors_and_are_bounded() -> None:
 
 
 def test_numbers_on_the_host_and_of_inference_are_read_in_each_call() -> None:
-    """Each call reads the values of tensors on the host, whose array may change, and of tensors without a version."""
+    """Values are read in each call from CPU tensors (a numpy array may share the memory) and from inference tensors."""
     readings = Readings()
     array = torch.tensor([1, 2]).numpy()
     t = torch.from_numpy(array)

@@ -124,7 +124,7 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
 
 
 def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts number heads as in the whole request for dropout, and write the gradients of their own sinks and masks."""
+    """Parts with some of the heads draw the whole request's dropout mask, and write their heads' dsinks and masks."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-7)
     t = qkv(2, 6, 20, 30, 8, kv_heads=3)
     t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
@@ -148,7 +148,7 @@ def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four parts, each of one head with its own mask, share the cores: no gradient of a mask sums over heads."""
+    """Each of four parts gets a quarter of the cores: it has one head and its mask, so no dattn_mask sums heads."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
     problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")
@@ -244,7 +244,7 @@ def test_more_sequences_have_the_same_bits_with_neighbours_and_with_all_threads(
 
 
 def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
-    """`_cores` returns the container's quota if it is less than the machine's cores, in whole cores, but at least 1."""
+    """`_cores` returns the smaller of the usable cores and the container's quota, rounded down, but at least 1."""
     quota = tmp_path / "cpu.max"
     granted = len(os.sched_getaffinity(0))
     for text, cores in (

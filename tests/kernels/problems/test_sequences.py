@@ -12,7 +12,7 @@ from tests.support.kernels.solving import normal
 
 
 def rows_at(places: list[int], length: int, gap: int) -> list[Row]:
-    """Return sequences of equal lengths in a packed tensor: sequence n starts at row n·(length + gap)."""
+    """Return a `Row` for each number in `places`: sequence n of a packed tensor starts at row n·(length + gap)."""
     starts = [n * (length + gap) for n in places]
     return [Row(n, 0, at, length, length, at, length, length, 0) for n, at in zip(places, starts, strict=True)]
 

@@ -1,4 +1,4 @@
-"""A new output has the order of an input's strides, and an answer in another order is copied into it."""
+"""`empty_like` and `laid_like` give an output the stride order of an input; `laid_like` copies only if it must."""
 
 import torch
 from hypothesis import given

@@ -107,7 +107,7 @@ def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> N
 
 
 def test_backward_is_autograd_through_the_whole_problem() -> None:
-    """Gradients equal autograd's through one graph, with a mask and sinks that sequences share, and with dlse."""
+    """Gradients of the whole batch equal autograd's, with dlse and with a mask and sinks that both sequences share."""
     t = {name: x.double() for name, x in qkv(2, 4, 6, 9, 5, kv_heads=2).items()}
     mask, sinks, dlse = normal(4, 1, 9).double(), normal(4).double(), normal(2, 4, 6).double()
     grads = ["dq", "dk", "dv", "dattn_mask", "dsinks"]

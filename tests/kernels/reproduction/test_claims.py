@@ -1,4 +1,4 @@
-"""Each tested claim runs, with smaller sizes if it is slow, measures something, and has a verdict."""
+"""`reproduce` gives measurements and a verdict for each tested claim; slow claims run here with smaller sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_claim_has_a_name_of_its_own_and_a_source() -> None:
         claims.reproduce(["fast"])
 
 
-@pytest.mark.full  # not slow: test_triton_options.py tests these kernels, and test_errors.py tests the measurement
+@pytest.mark.full  # and not `slow`: other tests check these kernels and how `errors` measures them
 def test_the_triton_kernels_are_as_near_to_float64_as_claimed() -> None:
     verdict = verdicts("precision")["precision"]
     assert verdict["verdict"] == "PASS"
@@ -45,7 +45,7 @@ def test_lengths_and_traffic_measure_each_row_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench, "_TIMING", Timing(max_seconds=0.02, min_repeats=2, warmup_ms=1))
     events = list(claims.reproduce(["lengths", "traffic"]))
     rows = [event["row"] for event in events if event["type"] == "row"]
-    assert len(rows) == 2 * 2 * 3  # lengths, directions, backends; `traffic` measures no row again
+    assert len(rows) == 2 * 2 * 3  # lengths, directions, backends; `traffic` reuses these rows
     assert all(row["flops"] and row["bytes"] for row in rows)
     results = {event["name"]: event for event in events if event["type"] == "verdict"}
     assert "at T 256: forward" in results["lengths"]["measured"]
