@@ -57,7 +57,7 @@ def test_it_moves_causality_windows_and_alibi(
     """Causality, windows and ALiBi with one offset, or one per sequence, equal float64, forward and gradients."""
     t = {name: x.requires_grad_() for name, x in qkv(2, 2, *lengths, 16).items()}
     q, k, v, do = (t[name] for name in ("q", "k", "v", "do"))
-    alibi &= max(map(abs, offsets)) < FAR  # float32 rounds these distances to one value
+    alibi &= max(map(abs, offsets)) < FAR  # with FAR, float32 rounds all distances to one value
     slopes = normal(2).abs() if alibi else None
     offsets = offsets[:1] * 2 if one else offsets
     o, lse = attention(

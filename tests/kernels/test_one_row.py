@@ -1,4 +1,4 @@
-"""A query's row of the answer has the bits of the full prefill, for any other queries in the call and any layout."""
+"""A query's row of o and lse has the bits of a prefill of all queries, whatever queries and layout the call has."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str,
 
 @pytest.mark.parametrize(("backend", "case"), [*each_pair()])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
-    """Every pair of options, half of them with 8-bit keys, is exact, or the error names what the backend lacks."""
+    """Every pair of options is exact, half of the cases with 8-bit keys, or the error names what the backend lacks."""
     number = CASES.index(case)
     tensors = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
     options = replace(options_of(case), backend=backend, grads=("dq",))
@@ -62,7 +62,7 @@ def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> None:
-    """A sequence's neighbours, its place in the batch, its page size and its page numbers change nothing."""
+    """A sequence has the same bits for any neighbours, position in the batch, page size and page numbers."""
     t = qkv(3, 4, 37, 70, 40, kv_heads=2) | {"kv_lengths": torch.tensor([70, 13, 70])}
     t.pop("do")
     if eight:
@@ -177,7 +177,7 @@ def test_prices_are_those_of_the_keys_that_are_there() -> None:
 
 
 def test_prices_of_packed_queries_over_pages() -> None:
-    """Without lengths, the estimate counts all queries with all keys of a sequence's pages, and no causal half."""
+    """Without the lengths, the estimate pairs all queries with all keys of a sequence's pages, and ignores `causal`."""
     case = PLAIN | {"layout": "thd"}
     t = {n: x for n, x in tensors_of(case, 24, 48).items() if n != "do"}
     paged = in_pages(t, "thd", 4)  # 24 keys a sequence at most

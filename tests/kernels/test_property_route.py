@@ -1,4 +1,4 @@
-"""The cached route of a launch changes no answer in random sequences of calls."""
+"""Random series of calls, which reuse the cached routes of route.py, have the answers of calls without a cache."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def placed(shape: tuple[int, ...], how: str, rows: int, seed: int, dtype: torch.
 
 
 def answer(case: dict[str, Any], seed: int) -> list[Tensor]:
-    """Return the answers of a call and its gradients."""
+    """Call `attention` with the options of `case` and random tensors, and return its answers and gradients."""
     options = dict(case["options"])
     if (key := options.pop("dropout", None)) is not None:
         options |= {"dropout_p": 0.3, "dropout_seed": key}

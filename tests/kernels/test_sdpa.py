@@ -206,8 +206,8 @@ def test_what_is_not_valid_raises_a_value_error_and_torchs_runtime_error(change:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the samples are made on the CPU")
 def test_torchs_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's samples for its operator tests pass, with gradients, in float32 and float64; dropout on average."""
-    # torch.testing._internal needs it only for the names of its test cases.
+    """torch's samples for its operator tests pass in float32 and float64; with dropout, only shapes are compared."""
+    # torch.testing._internal imports expecttest only for the names of its test cases.
     monkeypatch.setitem(sys.modules, "expecttest", types.ModuleType("expecttest"))
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
     with warnings.catch_warnings():
@@ -232,7 +232,7 @@ def test_torchs_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried >= 2 * 25
 
 
-# ---------------------------------------------------------------------------------------------------- in models
+# Models that call the function
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], Tensor]]
     "llama": (small_models.llama, with_padding),  # key heads shared by groups of query heads
     "gemma3": (small_models.gemma3, with_padding),  # windows
     "gpt2": (gpt2, with_padding),
-    "bert": (bert, with_padding),  # both directions
+    "bert": (bert, with_padding),  # not causal
     "t5": (small_models.t5, translated),  # a learned bias, which has a gradient
 }
 

@@ -1,4 +1,4 @@
-"""Models of transformers train in bfloat16 and float32 and generate on these kernels, or are refused."""
+"""Models of transformers train in bfloat16 and float32 and generate with our kernels, or raise a clear error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def registered() -> None:
 
 
 def gpt_oss() -> Any:
-    """Return gpt-oss with both experts active, as rounding could change a choice. Eager experts accept float64."""
+    """Return gpt-oss with both experts active, so that rounding cannot select others; eager experts accept float64."""
     model = small_models.gpt_oss(num_experts_per_tok=2)
     model.set_experts_implementation("eager")
     return model

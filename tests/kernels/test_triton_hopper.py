@@ -12,7 +12,7 @@ from tests.support.kernels.triton_cases import name_of, options_of, tensors_of
 
 pytestmark = ON_SM_90
 
-THD = max(70, 3 * TILES.few_queries + 3)  # two of three sequences have queries, too many for packed blocks
+THD = max(70, 3 * TILES.few_queries + 3)  # Sq in thd: each sequence that has queries has too many for packed blocks
 CASES = [
     (HALF, 70, 90),
     (HALF, 130, 96),  # only whole tiles

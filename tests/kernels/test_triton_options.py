@@ -17,7 +17,8 @@ REPEATED = ({"mask": "heads"}, {"dims": (64, 64)})
 ONE_SEQUENCE = ("dtype", "band", "softcap", "alibi", "sinks", "dropout", "group", "dims")
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
 HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
-# (Sq, Sk): one row, one key, primes and edges of tiles. The last two end in the same tiles as (113, 203).
+# (Sq, Sk): one row, one key, primes and edges of tiles. The last two end in the same tiles as (113, 203), so only the
+# wide sweep runs them.
 SHAPES = [(1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (128, 217), (113, 211), (108, 200)]
 
 
@@ -57,7 +58,7 @@ def test_lengths(q_len: int, kv_len: int) -> None:
     check(PLAIN | {"band": "causal", "group": 2}, q_len, kv_len, batch=1)
 
 
-# The fast tests have a padded head dimension and the largest. The wide sweep has the others in 16 bits.
+# Fast: a padded head dimension and the largest. Slow: these in each dtype, and all in float32. Wide sweep: the others.
 WIDTHS = [
     pytest.param(
         dtype, dim,

@@ -43,7 +43,7 @@ def test_each_option_alone(case: dict[str, Any]) -> None:
     check(case, FEW, 70)
 
 
-@pytest.mark.full  # test_triton_options.py has every pair in the kernels that this path uses, too
+@pytest.mark.full  # and not `slow`: test_triton_options.py tests every pair with the same kernels
 @pytest.mark.parametrize("case", pairs(), ids=name_of)
 def test_every_pair_of_options(case: dict[str, Any]) -> None:
     check(case, FEW, 70)
