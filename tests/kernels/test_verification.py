@@ -20,7 +20,7 @@ from tests.support.kernels.verified import errors_of, sdpa, told
 def test_names_what_it_judged_and_who_ran() -> None:
     t = qkv(1, 2, 20, 30, 16) | {"attn_mask": normal(2, 1, 30), "sinks": normal(2)}
     report = verify(t, Options(grads=["dq", "dattn_mask", "dsinks"]))  # type: ignore[arg-type]
-    assert report.backend == ("torch" if DEVICE == "cpu" else "triton")  # auto's choice
+    assert report.backend == ("torch" if DEVICE == "cpu" else "triton")  # chosen by `auto`
     assert errors_of(report) == dict.fromkeys(["o", "lse", "dq", "dattn_mask", "dsinks"], True)
     assert errors_of(verify({name: x for name, x in t.items() if name != "do"})) == {"o": True, "lse": True}
     with pytest.raises(FrozenInstanceError):
@@ -126,7 +126,7 @@ def test_empty_and_masked_problems_pass() -> None:
 
 def test_dropout_answers_are_judged_with_their_seed() -> None:
     t = {name: x for name, x in qkv(1, 2, 20, 30, 16).items() if name != "do"}
-    assert verify(t, Options(dropout_p=0.3)).ok  # both sides use the same drawn seed
+    assert verify(t, Options(dropout_p=0.3)).ok  # the answers and float64 use one drawn seed
     o = forward("tiled", t, dropout_p=0.3, dropout_seed=4)["o"]
     assert verify(t, Options(dropout_p=0.3, dropout_seed=4), answers={"o": o}).ok
     assert not verify(t, Options(dropout_p=0.3, dropout_seed=5), answers={"o": o}).ok
@@ -186,7 +186,7 @@ def test_the_histogram_counts_every_element_by_decade() -> None:
     histogram = {d.exponent: d.count for d in verify(t, answers={"o": o}).tensors[0].histogram}
     assert sum(histogram.values()) == o.numel()
     assert [histogram[n] for n in (-2, -1, 1, 309)] == [1, 1, 1, 1]
-    assert max(n for n in histogram if n is not None and n < -2) <= -8  # float32's rounding
+    assert max(n for n in histogram if n is not None and n < -2) <= -8  # the rounding of o to float32
 
 
 def test_torchs_figures_are_of_the_same_problem_in_its_dtype() -> None:

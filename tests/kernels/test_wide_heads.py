@@ -1,4 +1,4 @@
-"""The forward is right for head dimensions above 256 and sums of two powers of two (D 192 and Dv 128, 576 and 512)."""
+"""The forward is right for head dimensions above 256 (such as 576) and for sums of two powers of two (such as 192)."""
 
 from dataclasses import replace
 from typing import Any

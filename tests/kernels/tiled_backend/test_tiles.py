@@ -78,7 +78,7 @@ def test_the_gradient_of_a_mask_of_each_scores_own_is_written_whole(
 
 @pytest.mark.parametrize("block", [(16, 16), (32, 8), (7, 50), (1000, 1000)])
 def test_dropout_does_not_depend_on_the_tiles(block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every division into tiles drops the same probabilities, also at offsets that are no multiple of 4."""
+    """Every division into tiles drops the same probabilities, also if tiles start at a key that is no multiple of 4."""
     t = qkv(1, 2, 50, 60, 8)
     t["v"] = torch.eye(60, device=DEVICE).expand(1, 2, 60, 60).contiguous()  # o is P after dropout
     options: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3, "window": (20, 9)}
@@ -115,7 +115,7 @@ def test_a_tile_is_a_fraction_of_the_materialised(solve: Callable[..., object]) 
 def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
     """If 32 heads share the gradient of a mask, each tile has all heads, so it has fewer scores per head.
 
-    Tiles of 1024 × 256 scores would take 32 MiB.
+    Tiles of 1024 × 256 scores for each head would take 32 MiB.
     """
     t = qkv(1, 32, 1024, 1024, 8) | {"attn_mask": normal(1024, 1024)}
     with Made() as made:
@@ -125,7 +125,7 @@ def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
 
 @pytest.mark.parametrize("size", [(5, 5, 6), (300, 300, 64), (129, 130, 20)], ids=str)
 def test_the_bits_of_a_head_do_not_depend_on_the_others(size: tuple[int, int, int]) -> None:
-    """A head has the same bits among others, with keys in several tiles and partial vectors, as in a JAX vmap."""
+    """A head has the same bits alone and among others, also if its keys fill several tiles or not a whole vector."""
     t = qkv(2, 6, *size) | {"sinks": normal(6)}
     names = ["dq", "dk", "dv", "dsinks"]
     o, grads = (

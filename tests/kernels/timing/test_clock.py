@@ -89,7 +89,7 @@ def test_a_gpus_time_is_without_what_python_takes_to_enqueue(
 @pytest.mark.parametrize(
     "call",
     [
-        lambda device: device.call(0.1, 0.5, waits=True),  # reads the result of its work
+        lambda device: device.call(0.1, 0.5, waits=True),  # the call waits for its result
         lambda device: device.call(100.0, 0.5),  # mostly Python, little GPU work
     ],
 )

@@ -1,4 +1,4 @@
-"""A device's peak rates come from its data sheet, or from measurements that leave out the start of a library."""
+"""A device's peak rates come from its data sheet, or from measurements without the start-up time of a library."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_the_start_of_a_library_is_not_taken_for_a_product_that_is_large_enough(
 
 
 def test_data_sheets_are_dense_figures() -> None:
-    """Tensor-core rates in the table are without sparsity, which would double them. H100 and H200 have one rate."""
+    """Tensor-core rates in the table are without sparsity, which would double them. H100 and H200 have equal rates."""
     h100, h200 = SHEETS["NVIDIA H100 80GB HBM3"], SHEETS["NVIDIA H200"]
     assert h100.half_tflops == h200.half_tflops == 989.5
     assert {"NVIDIA RTX 4000 Ada Generation", "NVIDIA GeForce RTX 3050"} <= SHEETS.keys()

@@ -1,4 +1,4 @@
-"""A measurement fills each field of a row, runs a grid of cases, and releases the device between slices."""
+"""Measurements fill each field of their rows, run grids of cases, and let other work use the device between slices."""
 
 import math
 import subprocess
@@ -120,7 +120,7 @@ def test_what_cannot_run_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_lost_device_ends_all_with_the_row_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An illegal access, after which every call on a GPU fails, ends the measurement with the row of the case."""
+    """After an illegal access every call on a GPU fails: `measure` raises DeviceLostError with the row of the case."""
 
     def gone(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -176,7 +176,7 @@ def check_memory() -> None:
 
 
 def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If every call exceeds the time bound, each has a slice; if no call does, all repeats share one slice."""
+    """If each repeat takes longer than `slice_ms`, each has its own slice; if all fit in `slice_ms`, they share one."""
     monkeypatch.setattr(measurement, "_fewer", lambda ms, timing: None)
     monkeypatch.setattr(measurement, "held_bytes", lambda algorithms, case: 0)
     time.tick_ms = 2.0  # slower than the roofline, so that no time is measured again
@@ -254,7 +254,7 @@ def test_what_fails_while_it_compiles_says_so() -> None:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list of the thread counts that are set, which starts with torch's four. Memory is not measured."""
+    """Return a list that starts with 4 and gets each count passed to `torch.set_num_threads`; measure no memory."""
     seen: list[int] = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
@@ -315,7 +315,7 @@ def test_memory_below_what_the_algorithm_holds_is_measured_again_or_marked(
     time.tick_ms = 1.0  # slower than the roofline, so that no time is measured again
     case = small("naive", q_len=128)
     min_bytes = held_bytes(("naive_forward",), case)
-    assert min_bytes == 2 * 128 * 16 * 4 + 2 * 128 * 128 * 4  # o, and the matrix
+    assert min_bytes == 2 * 128 * 16 * 4 + 2 * 128 * 128 * 4  # o, and the matrix of scores
     for readings, expected in (
         ([0, min_bytes - 1, min_bytes + 5], (min_bytes + 5, False)),
         ([0, 7, 3, 1], (7, True)),

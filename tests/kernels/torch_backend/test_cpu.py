@@ -77,7 +77,7 @@ def test_a_problem_runs_again_with_other_numbers(
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_problem_that_is_dropped_frees_its_memory(direction: str) -> None:
-    """A dropped problem frees its memory at once: its calls refer to its tensors, not to the problem in a cycle."""
+    """A deleted problem frees its memory at once: its `calls` refer to its tensors, not to it, so there is no cycle."""
     tensors = {name: torch.randn(1, 1, 4, 16) for name in ("q", "k", "v", "do")[: 3 if direction == "forward" else 4]}
     problem = problem_of(direction, tensors, {}, 1)
     outputs(problem, direction)

@@ -119,7 +119,7 @@ def test_masks_of_any_float_and_shape() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_forward_that_backward_runs_has_the_bits_of_the_one_that_is_brought(dtype: torch.dtype) -> None:
-    """The backward gives the same bits if it computes o and lse itself and if they are given, also without keys."""
+    """The backward gives the same bits whether it computes o and lse or gets them, also for rows without keys."""
     t = qkv(2, 4, 9, 7, 16, kv_heads=2, dtype=dtype)
     saved = forward("torch", t, causal=True)
     assert saved["lse"].isinf().any()

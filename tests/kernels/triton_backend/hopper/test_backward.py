@@ -1,4 +1,4 @@
-"""The gradient kernels for Hopper load tiles during products, in several launches if one has too few descriptors."""
+"""The gradient kernels for Hopper load tiles during products. A launch of more than PROGRAMS_OF_HOPPER is split."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = ON_SM_90
 @pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter counts copies")
 @pytest.mark.usefixtures("hopper_path")
 def test_dq_loads_a_tile_of_keys_while_it_uses_two() -> None:
-    """A step of dQ uses two tiles of keys, and loads a third tile during all three products of each group of warps."""
+    """A step of dQ multiplies with its tile of keys and the one before, while the copy of a later tile is under way."""
     tile = TILES.backward_q
     tiles = 7
     tensors = tensors_of(HALF, tile.block_m + 6, tiles * tile.block_n, batch=1)
@@ -31,7 +31,7 @@ def test_dq_loads_a_tile_of_keys_while_it_uses_two() -> None:
     copies = sorted(gluon_interpreter.observed)
     groups = 2 * calls["attention_backward_q_hopper"].programs
     assert len(copies) == groups * (3 * tiles + 1)
-    assert copies[groups * 4] >= 1, copies  # the last step of a group has nothing left to load
+    assert copies[groups * 4] >= 1, copies  # only 4 products of a group, at its last tile, have no copy beside them
 
 
 @pytest.mark.slow

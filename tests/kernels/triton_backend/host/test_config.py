@@ -1,4 +1,4 @@
-"""A table of tiles is used on a chip only if it was compiled for its generation and fits its memory."""
+"""A chip uses only a table of tiles for the chip's generation, whose tiles fit the chip's shared memory."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
 
 @given(st.sampled_from([70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]), st.integers(16, 300))
 def test_a_tile_that_does_not_fit_is_never_chosen(arch: int, shared_kib: int) -> None:
-    """The table for a chip was compiled for its generation and fits its shared memory, or an error is raised."""
+    """`table_of` returns a table for the chip's generation that fits the chip's shared memory, or raises an error."""
     chip = Chip(arch, shared_kib)
     if not any(known // 10 == arch // 10 and kib <= shared_kib for known, kib in SHARED_KIB.items()):
         with pytest.raises(ValueError, match=f"sm_{arch} with {shared_kib} KiB"):

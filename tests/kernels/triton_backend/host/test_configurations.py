@@ -1,4 +1,4 @@
-"""Every problem has tiles, and a block of rows that `delta` writes has whole blocks of the kernels that read it."""
+"""Every problem has tiles. A block of `attention_delta` has the largest block_m of the kernels that read its output."""
 
 from flashpoint_kernels.triton_backend.host.config import tiles
 from flashpoint_kernels.triton_backend.host.configurations import TABLES, Config, Tile

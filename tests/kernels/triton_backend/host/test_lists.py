@@ -1,4 +1,4 @@
-"""With a block mask, lists name the tiles that the mask and the band leave visible, first those without a mask test."""
+"""For a block mask, lists name the tiles that the mask and the band leave visible, first those needing no mask test."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SIZE = (16, 48)
 
 
 def lists_of(calls: Any, kernel: str) -> tuple[Any, list[list[int]], list[int], int]:
-    """Run the call of `kernel`, which makes lists; return its tile, its items, its memory, and the lists per item."""
+    """Run the call of `kernel`, which writes lists; return its tile, items, lists and number of lists per item."""
     (call,) = [call for call in calls if call.kernel.__name__ == kernel]
     call.run()
     _, items, memory, most = call.args()

@@ -61,7 +61,7 @@ def test_a_call_that_repeats_another_makes_nothing_but_tables_and_answers() -> N
 
 
 def test_a_loop_stays_on_the_route_whatever_its_lengths() -> None:
-    """Calls of a loop use one route, if each call has one key more, in the same or in new memory, or other lengths."""
+    """All calls of a loop use one route if each has one key more, in the same or new memory, or other lengths."""
     keys = config_for(torch.device(DEVICE), "float32", 16, 16, 0).split_keys + 36  # enough to be split
     t, lengths, options = decode(kv_len=keys + 50), torch.tensor([keys]), Options(causal=True)
 

@@ -36,7 +36,7 @@ def test_a_triton_program_reads_a_shared_part_for_all_sequences() -> None:
     # 16 rows of a block hold four sequences of four heads; six sequences take two programs
     grouped = programs([forks([150] * 6, group=4)])
     assert grouped["attention_cascade"] == 2 * 2 * 2
-    # queries of more than half a block share nothing, nor does a window without the first keys
+    # no keys are shared if the queries of one sequence fill over half a block, or if the window hides the first keys
     assert "attention_cascade" not in programs([forks(lengths, group=9)])
     assert "attention_cascade" not in programs([forks(lengths, window=(60, 0))])
 
@@ -55,6 +55,6 @@ def test_triton_shares_between_the_problems_of_a_launch() -> None:
     for problem, same in zip((first, other), alone, strict=True):
         run([same], "triton")
         assert torch.equal(problem.outputs["o"], same.outputs["o"])
-    # sequences with another pool, scale or cap read their own keys
+    # sequences share no reads with sequences of another pool or scale
     assert programs([first, forks([150, 140])])["attention_cascade"] == 2 * 2 * 2
     assert programs([forks([150]), forks([150], scale=0.5)]).keys() == {"attention_forward", "merge_parts"}
