@@ -166,7 +166,7 @@ def by_name(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def captures(how: str) -> tuple[Mod, Tensor]:
-    """Return a score_mod, and the tensor with a gradient that it captures in the way `how`."""
+    """Return a score_mod that captures a tensor in the way `how`, and this tensor, which requires a gradient."""
     leaf = normal(3, seed=32).requires_grad_()
     table = Table(leaf)
     module = Bias()

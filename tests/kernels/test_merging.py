@@ -1,4 +1,4 @@
-"""`merge` of attention over parts of the keys equals attention over all keys and the SDK's merge, also across ranks."""
+"""`merge` of answers to parts of the keys equals attention to all keys and the SDK's merge, also in ring attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan` checks a problem by names, dtypes and shapes, and reports all errors of the first kind, with their fields."""
+"""`plan` checks names, dtypes and shapes, and reports all errors of the first check that fails, with their fields."""
 
 from dataclasses import fields
 from typing import Any

@@ -40,6 +40,6 @@ def test_the_smallest_case_alone_names_the_same_cause() -> None:
     report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32")
     assert report.smallest is not None
     assert report.smallest.case["kv_len"] > 2
-    assert {failure.relation for failure in report.failures} == {"accuracy"}  # found in one call
+    assert {failure.relation for failure in report.failures} == {"accuracy"}  # a check of single calls
     again = flashpoint_kernels.judge(WRONG["sees_next"].function, only=report.smallest.case)
     assert {cause.code for cause in again.causes} == {report.causes[0].code} == {"causal-by-one"}

@@ -197,7 +197,7 @@ def test_members_are_where_python_writes_them(
 
 @pytest.mark.slow
 def test_no_call_reads_or_writes_beyond_an_array(level: str) -> None:
-    """The kernels access no memory outside their arrays: the pages before or after them end a process that does."""
+    """The kernels access no memory beside their arrays: unreadable pages around each array would end the process."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels.guarded", level],
         capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""The short path of plain.py has the bits, gradients and errors of the long path, ops.py, which takes other calls."""
+"""For the plain calls that it takes, the path of plain.py has the bits, gradients and errors of the path of ops.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -107,7 +107,7 @@ def test_a_plain_call_has_a_route() -> None:
      ((40, 2, 200, 16), torch.float32), ((1, 1, 1100, 40), torch.float32), ((1, 4, 1, 64), torch.float32)],
 )  # fmt: skip
 def test_calls_of_more_than_one_part_have_the_bits_of_the_long_way(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The short path has the long path's bits if a call is cut by heads or sequences, or has one head or one query."""
+    """plain.py and ops.py give the same bits for calls cut by heads or sequences, and for one head or one query."""
     t = qkv(*shape[:3], max(shape[2], 1100 if shape[2] == 1 else 0), shape[3], dtype=dtype)
     leaves = [t[n].requires_grad_() for n in "qkv"]
 
@@ -138,7 +138,7 @@ def test_what_is_wrong_with_tensors_is_named() -> None:
 
 
 def test_rows_without_a_sum_are_put_right() -> None:
-    """Rows with scores of NaN and −∞ have the same answers and gradients on both paths."""
+    """Rows with scores of NaN and −∞ have the same answers and gradients on the paths of plain.py and ops.py."""
     t = {name: normal(1, 2, 20, 16, seed=n) for n, name in enumerate("qkv")}
     t["q"][0, 0, 3] = torch.inf
     t["k"][0, 0] = -t["k"][0, 0].abs()
@@ -170,7 +170,7 @@ def test_gradients_that_are_not_plain() -> None:
 
 
 def test_what_watches_sees_the_operator_of_the_library() -> None:
-    """Calls with a dispatch mode, autocast or a tensor subclass take the long path, so these see the operator."""
+    """Calls with a dispatch mode, autocast or a tensor subclass take the path of ops.py, whose operator these see."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     expected = attention(q, k, v)
     seen: list[str] = []

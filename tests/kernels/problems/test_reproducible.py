@@ -124,7 +124,7 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
 
 
 def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts with some of the heads draw the whole request's dropout mask, and write their heads' dsinks and masks."""
+    """A part with some heads draws the whole request's dropout mask, and writes its heads' dsinks and dattn_mask."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-7)
     t = qkv(2, 6, 20, 30, 8, kv_heads=3)
     t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
@@ -148,7 +148,7 @@ def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of four parts gets a quarter of the cores: it has one head and its mask, so no dattn_mask sums heads."""
+    """Four parts, each with one head and its mask, get a quarter of the cores each: no dattn_mask sums over heads."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
     problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")

@@ -1,4 +1,4 @@
-"""The gradient kernels for Hopper load tiles during products. A launch of more than PROGRAMS_OF_HOPPER is split."""
+"""The gradient kernels for Hopper load tiles during products; launches of over PROGRAMS_OF_HOPPER are split."""
 
 import pytest
 import torch
