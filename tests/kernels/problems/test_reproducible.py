@@ -147,7 +147,7 @@ def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
         assert len(split(problem, "tiled")) == parts
 
 
-def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_for_the_gradient_of_a_mask_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four parts, each with one head and its mask, get a quarter of the cores each: no dattn_mask sums over heads."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
