@@ -1,4 +1,4 @@
-"""The Triton kernels read pages of KV caches without a copy: interpreted, or on a GPU by `make gpu-serve`."""
+"""The Triton kernels read pages of KV caches without a copy. They are interpreted, except in `make gpu-serve`."""
 
 import concurrent.futures
 
@@ -11,9 +11,9 @@ from tests.support.messages import message, normal
 
 
 def test_bits_are_those_of_a_call_that_sends_all_keys(gated):
-    """A call over two caches of different lengths has the bits of calls that send all keys.
+    """A call over two caches of different lengths gives the same bits as two calls that send all keys.
 
-    One cache is a fork, and the other has been overwritten and truncated after it.
+    `short` is a fork of the first 20 tokens of `cache`; after the fork, writes at token 17 replace the end of `cache`.
     """
     shapes = (1, 2, 5, 16), (1, 1, 40, 16), (1, 1, 40, 16)
     q, k, v = (normal(*shape, seed=n) for n, shape in enumerate(shapes))

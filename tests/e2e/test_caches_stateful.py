@@ -71,9 +71,9 @@ class Calls(RuleBasedStateMachine):
         return data.draw(st.sampled_from([*self.there, *self.lost, *self.gone] or ["c" + "A" * 60]))
 
     def problem(self, name, *ids):
-        """Return (code, indices of the wrong caches) of the error that a call of `name` on `ids` must get, or None.
+        """Return (code, indices of the wrong caches) of the error that API key `name` must get for `ids`, or None.
 
-        Ids of another API key's caches come first: the HTTP process refuses them before the engine gets the call.
+        If some caches belong to another API key, the error names only these: the HTTP process refuses them first.
         """
         never = [n for n, one in enumerate(ids) if self.owners.get(one) != name]
         if never:
@@ -83,7 +83,10 @@ class Calls(RuleBasedStateMachine):
         return (next(iter(ended.values())), list(ended)) if ended else None
 
     def refused(self, answer, problem, caches=None):
-        """Check an error answer. The request's field `caches` had the first `caches` ids (or all), `free` the rest."""
+        """Check that an error answer has the code and the indices of `problem`, the result of `self.problem`.
+
+        The request sent the first `caches` ids (None: all) in its field `caches`, and the rest in its field `free`.
+        """
         code, named = problem
         assert answer.json["code"] == code, answer
         fields = [f"caches.{n}" if caches is None or n < caches else f"free.{n - caches}" for n in named]
@@ -226,9 +229,9 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: any(model.writes for model in self.there.values()))
     @rule(data=st.data())
     def copy_comes_late(self, data):
-        """Repeat a write with its idempotency key: the last write of a cache gets its answer, an earlier one 409.
+        """Repeat a write with its idempotency key: a cache's last write gets status 200, an earlier write 409.
 
-        Neither changes the cache.
+        Neither repetition changes the cache.
         """
         model = data.draw(st.sampled_from([model for model in self.there.values() if model.writes]))
         key, send = data.draw(st.sampled_from(model.writes))

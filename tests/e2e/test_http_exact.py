@@ -129,7 +129,7 @@ def problems(length):
 
 
 OPTIONS = problems(512)
-SHORT = problems(96)  # for half types, whose arithmetic in torch is slow on a CPU
+SHORT = problems(96)  # for half types, which are slow in torch on a CPU, and for the backend `reference`
 
 
 def spec_of(tensors, options, direction):
@@ -189,13 +189,13 @@ def test_float32_is_within_2e_6_of_float64(server, backend, name):
     assert actual.keys() == expected.keys()
     for tensor in expected:
         assert actual[tensor].dtype == torch.float32
-        # A large scale makes the softmax sharp and the errors larger: `verify`, too, has a wider bound for it.
+        # The problem "large scale" has a sharp softmax and larger errors, so its bound is 5e-6 instead of 2e-6.
         bound = (5e-6 if name == "large scale" else 2e-6) * expected[tensor].abs().max().item()
         assert error(actual[tensor], expected[tensor]) <= bound, tensor
 
 
 def half_cases():
-    """Yield each problem in both half types, of which one is marked as slow."""
+    """Yield a test parameter for each problem in each half type. For one of the two types, it is marked as slow."""
     cases = [(backend, name) for backend, name in CLAIMED if backend != "reference"]
     cases = [(backend, name) for backend, name in cases if claims(backend, name, torch.float16)]
     for (n, (backend, name)), (i, dtype) in itertools.product(enumerate(cases), enumerate(HALVES)):

@@ -24,7 +24,10 @@ FULL = {"type": "about:blank", "status": 429, "code": "queue_full", "detail": "c
 
 
 class Front(ThreadingHTTPServer):
-    """A proxy for a server. It answers one request for each value in `refusals` with 429 and this Retry-After."""
+    """A proxy for a server. For each value in `refusals`, it answers one request with 429 and this Retry-After.
+
+    It forwards all other requests to the server.
+    """
 
     daemon_threads = True
 
@@ -113,7 +116,7 @@ def run(command, *arguments):
 
 
 GO = pytest.param("go", id="go", marks=pytest.mark.slow)  # Go compiles slowly without its build cache
-# language: (the client whose output the page shows, its number of calls). JavaScript and Go print the same lines.
+# language: (the client whose output docs/languages.md shows, its number of calls). Go prints the lines of JavaScript.
 CALLS = {"javascript": ("attention.mjs", 3), "go": ("attention.mjs", 3), "curl": ("attention.sh", 4)}
 
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def expressions():
-    """Yield (panel title, expression as Grafana would send it) for every target."""
+    """Yield (panel title, expression as Grafana would send it) for every query of the dashboard."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", []):
             expression = target["expr"]

@@ -15,7 +15,7 @@ import pytest
 from tests.support.documents import BLOCK, same
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # take a few seconds together
+CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # run in a few seconds together
 # Each example of these pages takes seconds: it imports torch or jax, compiles or computes.
 OF_TORCH = ("docs/kernels.md", "docs/timing.md", "docs/torch.md", "docs/huggingface.md", "docs/coming-from.md")
 OTHERS = ("docs/when-remote-attention-pays.md", "docs/jax.md")

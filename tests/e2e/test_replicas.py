@@ -121,7 +121,7 @@ def test_a_replica_names_the_one_that_holds_a_saved_forward(replicas):
 
 @pytest.mark.parametrize("name", ["", "a", "b"])
 def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
-    """The forward's answer, or its id alone, leads the SDK to the right replica, even if the client names another."""
+    """From a saved forward or its id, the SDK finds the replica that holds it, even if the client names another one."""
     q, k, v = (normal(1, 2, 7, 16, seed=seed).numpy() for seed in range(3))
     with client(replicas["a"]) as direct:
         expected = direct.attention_grad(q, q, k, v)

@@ -16,7 +16,7 @@ from tests.support.sockets import connect, nothing_inside, read_all, segments, s
 
 
 def longest():
-    """Return {setting: longest allowed value} of the timeouts that may be eleven days."""
+    """Return {setting: longest allowed value} of the timeouts whose longest allowed value is eleven days."""
     bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
     return {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
 
@@ -67,7 +67,7 @@ def test_a_time_may_be_as_long_as_the_settings_allow(patient):
 
 @pytest.mark.slow
 def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
-    """The application is safe under plain uvicorn, too, which does not report when it has sent a buffer."""
+    """Under plain uvicorn, which does not report when it has sent a buffer, answers have no bytes of other requests."""
     program = tmp_path / "plain.py"
     program.write_text(
         textwrap.dedent("""
@@ -106,7 +106,7 @@ def test_memory_is_reused_and_giants_are_given_back(server):
     giant = post(server, "/attention", constant(5, 20 * ROWS))  # 160 MiB in, 160 MiB out
     assert shows_only(giant, 5)
     wait_for(lambda: segments(server.pid) == before, lambda: "a giant's segment stays")
-    assert shows_only(post(server, "/attention", constant(6)), 6)  # first the engine unmaps the large segment
+    assert shows_only(post(server, "/attention", constant(6)), 6)  # before this, the engine unmaps the large segment
     wait_for(lambda: segments(server.engine_pid) <= before, lambda: "the engine keeps a giant's segment")
 
 

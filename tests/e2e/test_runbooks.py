@@ -36,7 +36,7 @@ def key(*arguments):
 def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
     """After the rotation of a key, the new key has the caches of the old one.
 
-    Caches end when the name is revoked; a later key of the same name does not get them.
+    Revoking the name deletes its caches: a later key of the same name does not get them.
     """
     file = str(tmp_path / "keys.toml")
     old, other = key("alice", "--file", file), key("bob", "--file", file)

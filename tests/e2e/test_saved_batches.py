@@ -69,14 +69,14 @@ def test_forwards_that_are_saved_and_their_gradients_share_launches_with_others(
 
 
 def test_what_a_caller_who_leaves_has_saved_is_freed(gated, pool):
-    with gated.busy(pool, HELD), gated.client(forward(1, save=True)) as waiting:  # leaves before its request starts
-        pass
+    with gated.busy(pool, HELD), gated.client(forward(1, save=True)) as waiting:
+        pass  # the client leaves before its request starts
     gated.wait_dropped(waiting)
     with contextlib.ExitStack() as first:
         first.enter_context(gated.busy(pool, HELD))
         with gated.busy(pool, forward(2), "wait"), gated.client(forward(1, save=True)) as running:
             first.close()
-            gated.wait_begun(running)  # then it leaves, before its request ends
+            gated.wait_begun(running)  # then the client leaves, before its request ends
     wait_for(lambda: not saved(gated.server), lambda: "a forward is held that nobody has heard of")
 
 

@@ -14,7 +14,7 @@ from tests.support.messages import JSON, ask, post
 HERE = Path(__file__).parent
 
 
-OPERATIONS = 37  # in the document; a smaller number would mean that schemathesis did not find some
+OPERATIONS = 37  # in /openapi.json; a smaller number would mean that schemathesis did not find some
 
 
 SCHEMATHESIS = Path(sys.executable).parent / "schemathesis"

@@ -35,7 +35,7 @@ class Watched(Transport):
             raise
 
 
-@pytest.mark.slow  # it starts a server; tests/client tests retries quickly with a scripted server
+@pytest.mark.slow  # it starts a server; the quick tests of retries, in tests/client, use a fake one
 def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
     with socket.socket() as reserved:  # bound, not listening: the port refuses connections and is reserved
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -26,8 +26,8 @@ Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 ORIGIN = "https://page.example"
 
 
-# The settings of each API key by its name; the key of alice is alice-s3cret. Each key whose limit a test exhausts has
-# only this test. Limited rates are so low that they allow no second request during a test, however slow it is.
+# The settings of each API key by its name; the key of alice is alice-s3cret. A key whose limit a test exhausts is used
+# by no other test. Limited rates are so low that they allow no second request during a test, however slow it is.
 KEYS = {
     "alice": {"rights": ["attention", "info", "benchmark"]},
     "bob": {"rights": ["benchmark"]},
@@ -129,7 +129,7 @@ def test_requests_are_counted_over_all_processes(locked):
 
 
 def test_bytes_and_flops_are_charged_before_the_body_is_read(locked):
-    body = message({name: torch.zeros(1, 1, 100, 64) for name in "qkv"})  # 100 KiB for the request and for the answer
+    body = message({name: torch.zeros(1, 1, 100, 64) for name in "qkv"})  # 100 KiB: the request and its answer together
     assert post(locked, "/attention", body, **bearer("small")).status == 200
     with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
         head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('small')}\r\n"

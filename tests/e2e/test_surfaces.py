@@ -35,7 +35,7 @@ PACKED = SIZES | {"Sq": 12, "Sk": 16}
 BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # sizes that fit the example of block_size
 PAGED = SIZES | {"pool": 5, "pages": 2, "page_size": 4}
 TABLE = torch.tensor([[4, 1], [0, 4]], dtype=torch.int32)
-# entry: other options without which it has no effect.
+# entry: the options that its test sets beside it, so that it has an effect, or (dropout_p) that the answer is fixed.
 BESIDE = {
     "causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3},
     "block_mask": {"block_size": OPTIONS["block_size"].example},
@@ -256,7 +256,7 @@ def test_an_entry_goes_through_a_surface_or_is_refused_by_name(services, surface
 
 
 def judged(entry):
-    """Return (tensors, options) of a verification. The tensors include outputs that are right only with the entry."""
+    """Return (tensors, options) to verify: a problem with the entry, and its outputs, which depend on the entry."""
     tensors, options, direction = problem(entry)
     return {**tensors, **solve(tensors, options, direction)}, options
 
@@ -361,7 +361,7 @@ FORMS = ("number", "0-d", "per head", "per head and sequence", "per row")
 
 
 def scales(form, layout="bhsd"):
-    """Return k_scale and v_scale with the shape of `form`, for the sizes SIZES, or PACKED if the layout is thd."""
+    """Return k_scale and v_scale in a form of FORMS, for tensors with SIZES, or with PACKED if the layout is thd."""
     if form == "number":
         return {"k_scale": 0.25, "v_scale": 0.5}
     sizes, rank = (PACKED, 3) if layout == "thd" else (SIZES, 4)

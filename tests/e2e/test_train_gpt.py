@@ -73,7 +73,7 @@ def test_it_learns(curves):
 
 @pytest.mark.slow
 def test_our_kernels_go_down_it_too(example):
-    """With interpreted Triton kernels, two losses are right; the second one depends on the gradients of the first."""
+    """With interpreted Triton kernels, two steps have SDPA's losses. The second loss depends on the first gradients."""
     triton = functools.partial(example.attention, backend="triton")
     small = TINY | {"steps": 2, "batch": 1, "layers": 1}
     expected = example.train(example.sdpa, **small).losses
@@ -82,7 +82,7 @@ def test_our_kernels_go_down_it_too(example):
 
 @pytest.mark.parametrize("wrong", [{"scale": 1.01 / 8**0.5}, {"causal_alignment": "top_left", "window": (30, 0)}])
 def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong):
-    """The bound detects attention whose scale is wrong by 1 %, or whose window omits one key of the last query."""
+    """`EPSILON` is small enough to detect a scale wrong by 1 %, or a window that hides one key from the last query."""
 
     def call(*args, window, **options):
         return example.attention(*args, **options | wrong)

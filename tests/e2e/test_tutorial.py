@@ -22,7 +22,7 @@ STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$"
 def steps_of(page):
     """Return (position, language, code, kind of output, output) of each block of a page, in order.
 
-    A block that is a file has the language "file", and its name as the output.
+    For a block that the page says to save as a file, language is "file", and output is the file's name.
     """
     text = (DOCS / f"{page}.md").read_text()
     files = [(match.start(), "file", match[2], "", match[1]) for match in FILE.finditer(text)]
@@ -42,7 +42,7 @@ def test_every_block_has_its_output_and_python_is_valid(page):
 
 @pytest.fixture(scope="module")
 def readers(start_server):
-    """Start a server for these pages alone, because they leave caches and jobs on it."""
+    """Start a server for the tutorials alone, because their code leaves caches and jobs on it."""
     return start_server()
 
 
@@ -131,4 +131,4 @@ def test_strictly_typed_users_see_no_error_but_their_own(tmp_path):
     errors = re.findall(r"^(.+?):(\d+): error", ran.stdout, re.MULTILINE)
     assert sorted({(file, int(line)) for file, line in errors}) == expected, (
         ran.stdout + ran.stderr
-    )  # a line may have two errors
+    )  # compared as sets, because a line may have two errors

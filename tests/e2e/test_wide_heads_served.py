@@ -1,4 +1,4 @@
-"""The backends `triton` and `tiled` serve the head dimensions of multi-head latent attention, in the forward alone."""
+"""`triton` and `tiled` serve the head dimensions of multi-head latent attention; above 256, only in the forward."""
 
 import math
 
