@@ -17,7 +17,7 @@ from tests.fuzz.mutate import mutated
 with atheris.instrument_imports(include=["flashpoint", "flashpoint_server", "flashpoint_kernels"]):
     from tests.fuzz.targets import LONGEST, TARGETS, bounded
 
-HANG = 60  # seconds, on a busy machine
+HANG = 60  # libFuzzer's time limit for an input, in seconds: long, because the machine may be busy
 
 
 def main() -> None:

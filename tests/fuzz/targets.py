@@ -52,8 +52,8 @@ T = TypeVar("T")
 
 LONGEST = 4096  # bytes of an input; longer inputs would be slower and reach no more code
 SECONDS = 2.0  # limit of the CPU time for one input: a hundred times the time of the slowest input
-# Limits of the memory for one input: a constant, and bytes for each byte of it. Parsed JSON takes the most: `{},` has 3
-# bytes, but its object has 64 bytes and a pointer.
+# The memory for one input is limited to BYTES, and BYTES_EACH more for each byte of the input. Parsed JSON takes the
+# most: `{},` has 3 bytes, but its Python object has 64 bytes and a pointer.
 BYTES, BYTES_EACH = 1 << 20, 256
 
 SETTINGS = Settings(body_limit=1 << 16, json_limit=1 << 16)
@@ -280,7 +280,7 @@ _NUMBERS = ("scale", "softcap", "dropout_p")  # floats, which JSON may write as 
 
 
 def documents(data: bytes) -> None:
-    """Read `data` as a JSON document of /verify, of /benchmark, of shared memory, and as options.
+    """Read `data` as the JSON body of /verify, of /benchmark and of a shared-memory registration, and as options.
 
     `AttentionOptions` and `Options` must accept the same options.
     """

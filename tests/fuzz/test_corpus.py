@@ -13,8 +13,8 @@ from tests.fuzz.mutate import mutated
 from tests.fuzz.targets import BYTES, SECONDS, TARGETS, bounded
 
 CORPUS = {name: sorted((Path(__file__).parent / "corpus" / name).iterdir()) for name in TARGETS}
-MAX_BYTES = 300 << 10  # bytes of the whole corpus
-TIMELESS = math.inf  # seconds; a test has no time limit, which a busy machine would exceed
+MAX_BYTES = 300 << 10  # allowed size of the whole corpus, in bytes
+TIMELESS = math.inf  # seconds; these tests set no time limit, because a busy machine would exceed any limit
 
 
 @pytest.mark.parametrize("name", TARGETS)

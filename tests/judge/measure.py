@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
-    """Judge one kernel in this process, and return its row of the table."""
+    """Judge one kernel in this process, and return its row of the results, {column: value}."""
     import flashpoint_kernels
     from tests.judge.corpus import RIGHT, WRONG
 
@@ -37,7 +37,7 @@ def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
 
 
 def gates(name: str) -> dict[str, bool]:
-    """Return whether a kernel passes usual checks on Gaussian inputs: forward and gradients, with and without causal.
+    """Return {check: whether a kernel passes it}, of o and gradients for Gaussian inputs, with and without causal.
 
     `allclose` allows an error of 1e-2 + 1e-2·|exact| from float64. `twice` allows twice the error of the formula in the
     inputs' type, as flash-attn's tests do, plus 1e-5.
@@ -48,7 +48,7 @@ def gates(name: str) -> dict[str, bool]:
     from tests.judge.right import _formula
 
     function = WRONG[name].function if name in WRONG else RIGHT[name]
-    if name == "flash_layout":  # (batch, length, heads, D)
+    if name == "flash_layout":  # this kernel takes and returns (batch, length, heads, D)
         inner = function
 
         def function(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -86,7 +86,7 @@ def gates(name: str) -> dict[str, bool]:
 
 
 def measured(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
-    """Return the row of a kernel in the table, also if the judge itself fails."""
+    """Return the row of a kernel in the results. If the judge itself fails, its verdict is "error"."""
     import torch
 
     from tests.judge.corpus import WRONG

@@ -118,7 +118,7 @@ class flash_attention_2(Half, Tiled):
 
 
 class skipped_rescale(Tiled):
-    """The running maximum rises only by more than 8 at a time; the sums remain exact up to rounding."""
+    """The running maximum is replaced only by one larger by more than 8; the sums remain exact up to rounding."""
 
     def maximum(self, s: Tensor, m: Tensor) -> Tensor:
         new = super().maximum(s, m)

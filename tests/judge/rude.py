@@ -293,7 +293,7 @@ def crash_at_some(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 @rude("wrong")
 def writes_into_the_connection(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """Write bytes into the connection that look like the start of a long answer."""
+    """Write bytes that look like the start of a long answer into all open descriptors, the socket to the judge too."""
     for file in range(3, 30):
         with contextlib.suppress(OSError):
             os.write(file, b'{"garbage": 1}\n' * 10)

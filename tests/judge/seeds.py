@@ -24,7 +24,7 @@ from flashpoint_kernels.judging.trial import Clock, Trial
 from tests.judge.corpus import RIGHT
 
 ROOT = Path(__file__).parents[2]
-BLOCK = 50  # seeds that one kernel runs before the next one does: their exact answers stay in memory
+BLOCK = 50  # seeds that all kernels run before the next seeds: the exact answers of so few cases stay in memory
 TAKES = ("causal",)  # options that all right kernels accept
 
 

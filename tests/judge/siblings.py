@@ -385,7 +385,7 @@ def flash_layout(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """Take flash-attn's arguments in its layout (batch, length, heads, D), and return (o, lse, None)."""
+    """Take flash-attn's arguments and layout (batch, length, heads, D); return o, or (o, lse, None) if asked for."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     o = kernel(Tiled)(q, k, v, causal, softmax_scale, window_size, softcap).transpose(1, 2)
     if not return_attn_probs:
@@ -424,7 +424,7 @@ def transposed_output(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> 
 def one_storage(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return o and lse as views of one new tensor."""
+    """Return o, or for `return_lse` and float32, o and lse as views of one new tensor."""
     o = _right(q, k, v, causal)
     if not return_lse or q.dtype != torch.float32:
         return o

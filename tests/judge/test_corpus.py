@@ -48,7 +48,7 @@ def test_a_right_kernel_is_not_blamed(name):
 
 
 def _thirds(names: list[str]) -> list[Any]:
-    """Return a pytest parameter for each name: every third is marked slow (run by CI), the others full (wide sweep)."""
+    """Return a pytest parameter for each name: every third is marked `slow`, and runs in CI; the others `full`."""
     return [pytest.param(name, marks=pytest.mark.full if n % 3 else pytest.mark.slow) for n, name in enumerate(names)]
 
 
@@ -74,7 +74,7 @@ BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race",
     ),
 )
 def test_each_measured_case_fails_again(name):
-    """The smallest failing case in the measured record fails again when it runs alone, as with `--case`."""
+    """The smallest failing case of each kernel in judge-corpus.json fails again alone, as with `verify --case`."""
     report = flashpoint_kernels.judge(WRONG[name].function, quick=True, only=_rows()[name]["case"])
     assert report.verdict == "wrong", report.lines()
 
