@@ -61,7 +61,7 @@ def test_on_a_gpu_where_the_kernels_are_not_right_auto_falls_back_and_triton_is_
     assert backends == ("torch", "tiled", "reference")
     t = {n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}
     assert choose_backend(spec_of(t, Options(), "forward"), backends) == "torch"
-    # The kernels in C support softcap; torch's operators on a GPU do not.
+    # On a GPU, the backend `torch` runs torch's operators, which do not support softcap; on a CPU, it runs C kernels.
     assert choose_backend(spec_of(t, Options(softcap=1.0), "forward"), backends) == "tiled"
     named = spec_of(t, Options(backend="triton"), "forward")
     with pytest.raises(ProblemError, match=f"backend: triton is not available on this device: .*{reason}.*use torch"):

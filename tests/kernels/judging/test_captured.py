@@ -46,7 +46,7 @@ def test_an_element_off_by_a_hundredth_is_located(dtype: torch.dtype, name: str)
     assert errors[name].worst_index == (0, 3, 41, 7)
     assert errors[name].histogram[-1].count == 1
     assert errors[name].histogram[-1].exponent in (-3, -2)  # rounding may reduce the error a little
-    assert errors[name].torch.max_abs < 2e-3  # torch's error figures do not show the mistake
+    assert errors[name].torch.max_abs < 2e-3  # the errors of torch's own attention do not contain the mistake
 
 
 def test_a_wrong_causal_alignment_is_located() -> None:

@@ -28,7 +28,7 @@ FIRST = (
 def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, code = RUDE[name]
     timeout = 2.0 if name in HANGS else 120.0
-    monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds in which an answer must end after it has started
+    monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds after `timeout` within which a begun answer must end
     only = SMALL if name == "crash_at_some" else ONE
     report = flashpoint_kernels.judge(
         f"tests.judge.rude:{name}", quick=True, only=only, dtype="float32", timeout=timeout, device="cpu"

@@ -24,7 +24,7 @@ def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
 def test_a_backend_is_forgiven_the_rounding_of_what_cancels() -> None:
     """With one key and values of about 1000, the bound of `tiled`'s dq allows the rounding of rowsum(o∘do).
 
-    torch's own dq may be exact here by chance, so its error must not be the only measure.
+    torch's own dq may be exact here by chance, so the bound must not come from torch's error alone.
     """
     t = qkv(1, 1, 6, 1, 16)
     t["v"] *= 1000

@@ -1,4 +1,4 @@
-"""A reported cause explains all failing cases, not only the smallest, in which several causes may be equal."""
+"""A reported cause explains all failing cases, because several causes may give equal answers in the smallest one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.judge.corpus import RIGHT, WRONG
 
 @pytest.mark.slow
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
-    """A window without a right side is distinguished from no window. Both are equal if no key is left of the window."""
+    """The judge tells a window without a right bound from no window: only the window hides keys on the left."""
     report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32")
     assert [cause.code for cause in report.causes] == ["window-right"]
 

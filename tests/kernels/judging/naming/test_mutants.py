@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
 CASES = [
     {},
     {"causal": True},
-    {"causal": True, "q_len": 20},  # some rows come before the first key
+    {"causal": True, "q_len": 20},  # with more queries than keys, bottom-right alignment hides all keys from some rows
     {"window": (3, 2), "scale": 0.3},
     {"softcap": 2.0, "mask": "bool"},
     {"mask": "float", "extras": ("alibi_slopes",)},
