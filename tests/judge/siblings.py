@@ -21,7 +21,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
 def wrong(*codes: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds a subclass of `Tiled`, or a function, with the codes of causes of its mistake."""
+    """Return a decorator that adds a class to STEPS, or a function to CALLS, with the codes that name its mistake."""
 
     def add(made: Any) -> Any:
         kept: dict[str, Any] = STEPS if isinstance(made, type) else CALLS

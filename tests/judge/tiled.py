@@ -35,7 +35,7 @@ class Tiled:
         return t.repeat_interleave(count // t.shape[1], 1)
 
     def ends(self, length: int) -> int:
-        """Return the number of keys that the loop visits."""
+        """Return how many of `length` keys the loop over tiles visits."""
         return length
 
     def offset(self, q_len: int, kv_len: int) -> int:

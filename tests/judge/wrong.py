@@ -16,7 +16,7 @@ STEPS: dict[str, tuple[Steps, tuple[str, ...]]] = {}
 
 
 def wrong(*codes: str) -> Callable[[Steps], Steps]:
-    """Return a decorator that adds a kernel, with the codes of causes that name its mistake."""
+    """Return a decorator that adds a kernel to STEPS, with the codes of causes that name its mistake."""
 
     def add(steps: Steps) -> Steps:
         STEPS[steps.__name__] = steps, codes

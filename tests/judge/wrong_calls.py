@@ -15,7 +15,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
 def called(*codes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds a function, with the codes of causes that name its mistake."""
+    """Return a decorator that adds a function to CALLS, with the codes of causes that name its mistake."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         CALLS[function.__name__] = function, codes

@@ -1,4 +1,4 @@
-"""The catalogue has the mistakes that are possible with a case's options, and the answers of each can be computed."""
+"""The catalogue lists the mistakes that a case's options make possible. Each mistake's answers can be computed."""
 
 from typing import Any
 
