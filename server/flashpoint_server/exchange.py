@@ -13,7 +13,7 @@ from flashpoint_server.refusal import Writer, problem
 
 PARTS = ("decode", "queue", "compute", "encode")  # stages of a request
 _KEY = "flashpoint.exchange"
-FIELDS = "flashpoint.fields"  # key in the ASGI scope of `combined(headers)`, if the HTTP protocol has computed it
+FIELDS = "flashpoint.fields"  # key of `combined(headers)` in the ASGI scope; only our server (http/protocol.py) sets it
 _IDS_AT_ONCE = 256
 
 
@@ -78,14 +78,14 @@ class Exchange:
     bytes_in: int = 0
     bytes_out: int = 0
     key: str = ""  # the name of the request's API key
-    replica: str = ""  # the name of the replica that holds the request's caches, for a header of the answer
+    replica: str = ""  # value of the answer's X-Flashpoint-Replica: the replica that holds the caches
     way: LaunchInfo | None = None  # set after the launch
     write_refusal: Writer = problem  # writes errors in the format of this path's clients
     facts: dict[str, Any] = field(default_factory=dict)  # fields that the route adds to the log line
 
     @classmethod
     def open(cls, scope: MutableMapping[str, Any]) -> Exchange:
-        """Return the exchange of an ASGI scope, which is made at the first call. `Exchange.of` returns it later."""
+        """Return the exchange of an ASGI scope. The first call creates it; `Exchange.of` only returns it."""
         if _KEY in scope:
             return cls.of(scope)
         headers = scope[FIELDS] if FIELDS in scope else combined(scope["headers"])

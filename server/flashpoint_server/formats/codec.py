@@ -38,7 +38,7 @@ class Codec:
         """
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            raise out_of_time()  # a call that has started cannot be stopped
+            raise out_of_time()  # do not start the call: nothing can stop it later
         try:
             async with asyncio.timeout(left):
                 await self._turn.acquire()
@@ -52,7 +52,7 @@ class Codec:
             raise out_of_time() from None
         except (EOFError, ConnectionError):
             raise Refusal("engine_lost", "the process that reads JSON died with this request; retry") from None
-        except OSError as error:  # no descriptor or process is left
+        except OSError as error:  # the system allows no more descriptors or processes
             raise Refusal("out_of_memory", f"the process that reads JSON cannot be started: {error}") from None
         if returned:
             result: T = value
@@ -68,7 +68,7 @@ class Codec:
                 self._process = _Process()
             async with asyncio.timeout(HANG_SECONDS):
                 return await self._process.ask(message)
-        except BaseException as error:  # the next call must not receive the rest of this answer
+        except BaseException as error:  # end the process: the next call must not receive the rest of this answer
             self._end()
             if isinstance(error, TimeoutError):
                 raise EOFError from None
@@ -77,7 +77,7 @@ class Codec:
     def _pass_on(self, call: asyncio.Task[tuple[bool, Any]]) -> None:
         self._turn.release()
         if not call.cancelled():
-            call.exception()  # mark the exception as retrieved: the caller may have given up
+            call.exception()  # mark the exception as retrieved: `run` may no longer wait for it
 
     @property
     def pid(self) -> int:
@@ -116,7 +116,7 @@ class _Process:
         return self._process.pid
 
     async def ask(self, message: Any) -> tuple[bool, Any]:
-        """Like `Codec._ask`. Raises EOFError, OSError and MemoryError; then the process must be ended."""
+        """Like `Codec._ask`. After an exception (EOFError, OSError, MemoryError), the process must be ended."""
         loop = asyncio.get_running_loop()
         for piece in pack(message):
             await loop.sock_sendall(self._sock, piece)

@@ -29,7 +29,7 @@ class JsonMessage(TensorMessage):
 
     @classmethod
     async def parse(cls, text: bytes, codec: Codec, deadline: float | None) -> JsonMessage:
-        """Parse a body until `deadline`, in `time.monotonic` seconds. Raises Refusal 400, 422, 503 and 504."""
+        """Parse a body, by `deadline` in `time.monotonic` seconds. Raises Refusal 400, 422, 503 and 504."""
         with refuse_invalid():
             return cls(*await codec.run(deadline, jsonwire.decode, text))
 

@@ -60,7 +60,7 @@ class TensorMessage(ABC):
 
     inputs: list[tuple[str, TensorInfo]]  # the tensors by name, in the order of their bytes
     surface = "safetensors"  # the format's name in the contract's `Tensor.refused`, which says why a tensor is refused
-    # Results that routes compute from the head alone. Requests with the same head share them. None: do not cache.
+    # A cache for what routes compute from the head of a body alone. Requests with equal heads share it. None: no cache.
     derived: dict[str, Any] | None = None
 
     @abstractmethod
@@ -159,7 +159,7 @@ def _read_options(text: str) -> Options:
 
 
 async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
-    """Read a JSON body of at most `limit` bytes. Raises Refusal 400 and 422, and like `RequestBody.next`."""
+    """Return a JSON body of at most `limit` bytes as `model`. Raises Refusal 400, 422, and like `RequestBody.next`."""
     body.limit = limit
     body.check_length(body.length)
     text = await body.text()

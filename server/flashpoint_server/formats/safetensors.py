@@ -44,9 +44,10 @@ def _read(text: bytes) -> _HeadReading:
     return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
 
 
-# A model sends the same few heads again and again. Its calls over caches have short heads, which differ by layer and
-# cache. Long heads are not cached, to bound the memory: a parsed head with three tensors takes about 5 KB.
-_SHORT, _SHORTEST = 4096, 512  # bytes
+# Two caches of parsed heads, because a model sends the same few heads again and again. Calls over KV caches have the
+# shortest heads, but a different one for each layer and KV cache, so more of these are cached. Heads over _SHORT are
+# not cached, to bound the memory: a parsed head with three tensors takes about 5 KB.
+_SHORT, _SHORTEST = 4096, 512  # maximum bytes of a head in each cache
 _read_again = lru_cache(256)(_read)
 _read_shortest_again = lru_cache(2048)(_read)
 
@@ -126,7 +127,7 @@ class Safetensors(Format):
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
         metadata = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
-        make = _head if job.body.saved is None else _head.__wrapped__  # each saved forward has a new id
+        make = _head if job.body.saved is None else _head.__wrapped__  # do not cache: each saved forward has a new id
         return [make(tensors, metadata), *(view for view in views if len(view))]
 
 

@@ -10,7 +10,10 @@ V = TypeVar("V")
 
 
 class OwnerLru(Generic[V]):
-    """Values by owner and key. If their weight exceeds `limit`, the owner with the most loses its oldest values."""
+    """Values by owner and key.
+
+    While their total weight exceeds `limit`, `put` removes the oldest value of the owner whose values weigh most.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -22,7 +25,7 @@ class OwnerLru(Generic[V]):
         return bool(self._owners)
 
     def get(self, owner: str, key: Hashable) -> V | None:
-        """Return the value; None if there is none."""
+        """Return the value of a key; None if it has no value."""
         values = self._owners.get(owner)
         return values[key][0] if values is not None and key in values else None
 
@@ -34,7 +37,7 @@ class OwnerLru(Generic[V]):
             self._drop_oldest(self._weights.most_common(1)[0][0])
 
     def drop_while(self, old: Callable[[V], bool]) -> None:
-        """Remove the oldest values of each owner while they are `old`."""
+        """For each owner, remove its oldest value as long as `old(value)` is true."""
         for owner in list(self._owners):
             while (values := self._owners.get(owner)) and old(next(iter(values.values()))[0]):
                 self._drop_oldest(owner)

@@ -1,4 +1,6 @@
-"""The forwards that an engine saves: inputs, o and lse, from which gradients are computed. Owners: see ledger.py.
+"""Saved forwards: the inputs, o and lse of forward passes, from which an engine computes gradients later.
+
+ledger.py counts the memory of each owner. States of a saved forward:
 
 reserved (its memory is counted before it runs) → saved (it has its tensors) → deleted or expired
 reserved → dropped (the call failed)
@@ -20,7 +22,7 @@ from flashpoint_server.refusal import Refusal
 
 @dataclass(eq=False, kw_only=True)
 class SavedForward(Owned):
-    """A saved forward. `head` describes it for HTTP processes. It has no tensors until it has run."""
+    """A saved forward. `tensors` is empty until it has run. HTTP processes make its id from `head` (saved_ids.py)."""
 
     kind: ClassVar[str] = "saved forward"
     word: ClassVar[str] = "saved"
@@ -28,7 +30,7 @@ class SavedForward(Owned):
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def free(self) -> int:
-        """Drop the tensors. A running gradient call has its own references to them."""
+        """Drop the tensors, and return their bytes. A running gradient call has its own references to them."""
         self.tensors = {}
         return self.nbytes
 
@@ -60,7 +62,7 @@ class SavedStore:
         self._ledger.leave([saved.serial], used=True)
 
     def drop(self, serial: int) -> None:
-        """Free a forward that has failed, or whose id no caller has, if it still exists."""
+        """Free a forward, if it still exists. Called if it has failed, or if no caller has received its id."""
         with self._ledger.lock:
             if (saved := self._ledger.get(SavedForward, serial)) is not None:
                 self._ledger.end(saved)
@@ -71,7 +73,7 @@ class SavedStore:
             return self._find(owner, serial).tensors
 
     def execute(self, call: SavedCall) -> list[SavedRecord]:
-        """Describe or delete forwards. Raises Refusal 404 and 410."""
+        """Execute a call that lists, describes or deletes saved forwards. Raises Refusal 404 and 410."""
         with self._ledger.lock:
             if call.operation == "list":
                 listed = self._ledger.listed(SavedForward, call.owner)
