@@ -31,7 +31,7 @@ EXTENSION = "flashpoint.direct"
 Part = bytes | memoryview  # a part of an answer's body
 
 MOST_AT_ONCE = 1 << 20  # maximum bytes of one read, so that a large body does not delay other connections for long
-# Maximum bytes of one write over TLS. Their encryption takes half a millisecond and blocks all other connections.
+# Maximum bytes of one write over TLS. Encrypting them takes half a millisecond and blocks all other connections.
 ENCRYPTED_AT_ONCE = 1 << 20
 _SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # target of unwanted bytes; nothing reads it
 # Seconds between a timeout and its effect. A delayed event loop runs its timers before it reads its sockets, which may
@@ -56,12 +56,12 @@ class RequestBody:
     deadline: float | None = None  # deadline of the request
     complete = False  # whether the whole body has arrived
     ended: float | None = None  # when the whole body had arrived
-    _draining: Direct | None = None  # set when a direct read has begun
+    _draining: Direct | None = None  # set when a direct read has begun; `drain` uses it
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
         self._receive = receive
-        # Only our own server (protocol.py) has `direct`. Remove it from the scope, to which it refers: only the garbage
-        # collector frees a cycle of references.
+        # Only our own server (protocol.py) has `direct`. It refers to the scope, so remove it from the scope: otherwise
+        # they would be a reference cycle, which only the garbage collector frees.
         self.direct: Direct | None = scope.get("extensions", {}).pop(EXTENSION, {}).get("direct")
         self._settings = settings
         self._began = time.monotonic()
@@ -160,7 +160,8 @@ class RequestBody:
         timer: asyncio.TimerHandle | None = None
 
         def look(again: Callable[..., None], grace: float = GRACE) -> None:
-            # `again` is this function. A reference to itself would be a cycle, which only the garbage collector frees.
+            # `again` is `look` itself. If `look` used its own name here, its closure would be a reference cycle, which
+            # only the garbage collector frees.
             nonlocal timer
             self.received = before + places.filled_bytes
             due = self._patience(max(began, places.filled_last))
@@ -279,12 +280,13 @@ class Direct:
     def receive(self, places: BodyBuffer) -> asyncio.Future[None]:
         """Read into `places` the part of the body that was not delivered yet. `places` must have exactly its size.
 
-        The future is done when the whole body has arrived. It raises ConnectionError if the client disconnects first.
+        Return a future that is done when the whole body has arrived. It raises ConnectionError if the client
+        disconnects first.
         After `places.discard()`, the rest of the body is discarded when it arrives (see `drain`).
         """
         http, cycle = self._http, self._cycle
         self._received = received = http.loop.create_future()
-        places.copy(memoryview(self.early()))  # arrived with the head and is already parsed
+        places.copy(memoryview(self.early()))  # bytes that arrived with the head and are already parsed
         if places.full:
             received.set_result(None)
         elif self.gone:
@@ -318,7 +320,7 @@ class Direct:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has disconnected. This also tells uvicorn, which would otherwise answer 500."""
+        """Whether the client has disconnected. If so, tell uvicorn, which would otherwise answer 500."""
         if self._http.transport.is_closing():
             self._cycle.disconnected = True
         return self._cycle.disconnected
@@ -374,7 +376,8 @@ class Direct:
                 async with asyncio.timeout(seconds):
                     await http.flow.drain()
                     return True
-        http.transport.abort()  # takes effect later in the event loop; until then the transport uses the memory
+        # `abort` takes effect later in the event loop. Until then the transport uses the memory of the answer, so wait.
+        http.transport.abort()
         await http.flow.drain()
         return False
 
@@ -451,7 +454,7 @@ def new_parser(http: EndingProtocol) -> httptools.HttpRequestParser:
 
 
 def switch_state(http: EndingProtocol, protocol: asyncio.BufferedProtocol) -> None:
-    """Replace the transport's protocol. After a pause, the transport uses the new protocol's read methods."""
+    """Replace the transport's protocol. Only after a pause does the transport read with the new one."""
     http.flow.resume_reading()
     http.transport.pause_reading()
     http.transport.set_protocol(protocol)

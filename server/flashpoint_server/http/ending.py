@@ -69,7 +69,7 @@ class EndingProtocol(HttpToolsProtocol):
         ours = refusal.code in ("out_of_memory", "internal_error")
         if ours:
             log.error("failed", request_id=exchange.request_id, error=type(cause).__name__, exc_info=cause)
-        if not unfinished or cycle is not running:  # no route has received it, so count it here
+        if not unfinished or cycle is not running:  # no route has received this request, so count it here
             route = "other" if ours else MALFORMED
             self.config.metrics.ended(exchange, route, time.perf_counter() - exchange.arrived)
             if not ours:
@@ -86,7 +86,7 @@ class EndingProtocol(HttpToolsProtocol):
         elif unfinished and cycle.response_started:
             self.linger()
         elif unfinished:
-            # the body's reader learns that no more data comes, and that no answer can be sent
+            # the next two lines tell the route that reads the body: no more data comes, and no answer can be sent
             cycle.disconnected = True
             cycle.message_event.set()
             self._send_last_answer()
@@ -106,7 +106,7 @@ class EndingProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def linger(self) -> None:
-        """Stop sending, and discard input until the client closes the connection, within LINGER and DISCARDED.
+        """Stop sending, and discard input until the client closes the connection, at most LINGER s and DISCARDED bytes.
 
         TCP resets a connection that is closed with unread bytes, and the client can then lose the last answers. A TLS
         connection cannot be closed in one direction only, so it is closed at once.

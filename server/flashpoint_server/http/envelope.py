@@ -37,7 +37,7 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].endswith(ENDLESS):
-            Exchange.open(scope)  # logged as HEAD
+            Exchange.open(scope)  # before the method changes: the log says HEAD
             scope = {**scope, "method": "GET"}  # answered like GET; uvicorn omits the body (RFC 9110, §9.3.2)
         post = self.posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         await (post or super().__call__)(scope, receive, send)
@@ -103,7 +103,7 @@ class Envelope:
             if exchange.status is None:  # an answer that had begun has its status, and its code is stored already
                 exchange.status, exchange.code = CLIENT_GONE, "client_gone"
         except asyncio.CancelledError:
-            if exchange.status is None:  # the server stops without waiting
+            if exchange.status is None:  # the server stops without waiting for the request
                 exchange.status, exchange.code = STATUS["draining"], "draining"
             raise
         except Exception as error:

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-# TCP keep-alive probes detect a client that closes its connection after the half-close: it then sends nothing. Its
-# kernel forgets the connection after a minute (tcp_fin_timeout), and answers the next probe with a reset.
+# A client that closes its connection after the half-close sends nothing more. TCP keep-alive probes detect this: the
+# client's kernel forgets the connection after a minute (tcp_fin_timeout), and answers the next probe with a reset.
 _PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
@@ -33,7 +33,7 @@ class HalfClosed:
         for option, value in _PROBES.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._epoll.register(connection.fileno(), 0)  # 0: epoll always reports errors and resets
+        self._epoll.register(connection.fileno(), 0)  # 0: no events; epoll reports errors and resets anyway
         self._gone[connection.fileno()] = gone
 
     def forget(self, connection: socket.socket) -> None:

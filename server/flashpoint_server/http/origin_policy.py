@@ -19,7 +19,7 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.body import EXTENSION
 from flashpoint_server.refusal import Refusal
 
-_MOST_KNOWN = 256  # Host values that are cached as allowed
+_MOST_KNOWN = 256  # maximum number of allowed Host values that are cached
 _PAGES = ("/", "/docs", "/docs/errors")  # pages to which other sites may link
 _BOTH = ("X-Request-Id", "Inference-Header-Content-Length")
 _SENT = (*_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority", "Idempotency-Key", "X-Flashpoint-Replica")
@@ -43,12 +43,15 @@ class OriginPolicy:
         self._known: set[str] = set()
 
     def only_loopback(self) -> None:
-        """Allow only loopback names and `names`: the server listens on loopback and does not authenticate callers."""
+        """Allow only loopback names and `names`. For a server on loopback that does not authenticate callers."""
         self._every_name = self._every_name and self._named
         self._known.clear()
 
     def check(self, exchange: Exchange, here: str | None) -> None:
-        """Raise Refusal 421 or 403. `here` is the server's address of this connection."""
+        """Raise Refusal 421 if the Host field is not allowed, and 403 if the page that sent the request is not allowed.
+
+        `here` is the server's address of this connection.
+        """
         headers = exchange.headers
         host = headers.get("host")
         if host is not None and host not in self._known:

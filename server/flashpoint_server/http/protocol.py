@@ -34,8 +34,8 @@ class HttpProtocol(EndingProtocol):
 
     # The transport for uvicorn's answers to ASGI messages. Its `close` lets the client read the last answer.
     closing: SimpleNamespace
-    # Number of bytes since the last end of a head or the last bytes of a body: parts of a head, chunk extensions,
-    # trailers and blank lines.
+    # Number of bytes read since the last end of a head or the last bytes of a body. They can be parts of a head, chunk
+    # extensions, trailers and blank lines.
     unparsed_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
@@ -51,13 +51,14 @@ class HttpProtocol(EndingProtocol):
         # The kernel closes the connection if the client acknowledges nothing for these milliseconds (man 7 tcp).
         patience = int(1000 * self.config.answer_timeout)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
-        transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, plain TCP above it
+        # Pause the writer at any unsent byte: TLS pauses at `high` bytes, plain TCP above `high` bytes.
+        transport.set_write_buffer_limits(high=int(self.secure))
         self.closing = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self.end)
         self._await_head()
         switch_state(self, self.parsing)
 
     def check_limits(self) -> None:
-        """Check the limits after a read without the end of a head and without bytes of a body."""
+        """Check the limits of a head, after a read that had neither the end of a head nor bytes of a body."""
         if self.transport.is_closing():
             return
         if self.unparsed_bytes > HEAD_BYTES:
@@ -128,14 +129,14 @@ class HttpProtocol(EndingProtocol):
         super().on_headers_complete()
         if version == "1.0":
             self.cycle.keep_alive = self.parser.should_keep_alive()
-            self.cycle.waiting_for_100_continue = False  # HTTP/1.0 does not have it (RFC 9110, §10.1.1)
+            self.cycle.waiting_for_100_continue = False  # HTTP/1.0 has no 100 Continue (RFC 9110, §10.1.1)
         self.cycle.transport = self.closing  # type: ignore[assignment]  # it has the methods that uvicorn uses
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
-            self.cycle.more_body = False  # uvicorn does not set it for a request that was answered early
+            self.cycle.more_body = False  # uvicorn leaves it True after an answer before the body
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -172,7 +173,7 @@ class HttpProtocol(EndingProtocol):
         super().on_body(body)
         self.unparsed_bytes = 0
         if self.cycle.response_complete:
-            self._await_head()  # no route reads the rest
+            self._await_head()  # no route reads this body any more, so limit the time until the next head
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.running = cycle
@@ -184,10 +185,10 @@ class HttpProtocol(EndingProtocol):
         """Called when the client has ended its sending. Return whether to keep the connection open for an answer."""
         running = self.running
         if self.secure or running is None or running.response_complete or running.more_body:
-            return False  # TLS has no half-closed connections
+            return False  # TLS has no half-closed connections; in the other cases, no complete request needs an answer
         try:
             self.config.half_closed.watch(self.transport.get_extra_info("socket"), self.transport.abort)
-        except OSError:  # no descriptor is left to watch the connection
+        except OSError:  # the system allows no more descriptors, which `watch` needs
             return False
         self.half_closed = True
         if self.cycle is not running and self.cycle.more_body:
@@ -251,7 +252,7 @@ def answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
                 elif cycle.keep_alive and b"connection" not in names:
                     message["headers"] = [*message["headers"], *persistence(cycle)]
             elif endless:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two lengths
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks the body's length
             await send(message)
 
         await app(scope, receive, send_sized)
