@@ -16,7 +16,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in a segment, in row-major order from `offset`."""
+    """A tensor in shared memory: in row-major order, from byte `offset` of `segment` (a number, see messages.py)."""
 
     name: str
     dtype: str
@@ -42,7 +42,9 @@ LayerSizes = tuple[int, int, int, str]  # the fields of flashpoint_contract.cach
 
 
 class CacheRef(msgspec.Struct, frozen=True, array_like=True):
-    """The caches of `owner` that an attention call reads. Its k and v are written at their ends, or at positions `at`.
+    """The caches of `owner` that an attention call reads.
+
+    The k and v of the call are written at the ends of the caches, or at the positions `at`.
 
     `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
     `left` is the number of earlier keys to which a single query attends: it replaces the window in the options. With
@@ -133,7 +135,10 @@ class VerifyCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CreateCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Create `count` caches. `keep` has a number of tokens for each layer, or None; `ttl` is in seconds."""
+    """Create `count` caches. `ttl` is in seconds.
+
+    For each layer, `keep` has the number of last tokens that the cache keeps; None: it keeps all.
+    """
 
     shape: CacheShape
     count: int
@@ -147,11 +152,11 @@ class ListCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LookAtCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Describe the caches."""
+    """Describe the `caches` of the CacheCall."""
 
 
 class RenewCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Restart the caches' time to live."""
+    """Restart the time to live of the `caches` of the CacheCall."""
 
 
 class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -180,7 +185,7 @@ class TruncateCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ExportTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Copy the tokens [first, length) of a layer to the outputs. They must still be all tokens of the layer."""
+    """Copy the tokens [first, length) of a layer to the outputs. Fails if the layer no longer has exactly these."""
 
     layer: int
     first: int
@@ -188,7 +193,7 @@ class ExportTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class DeleteCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Delete the caches, all or none."""
+    """Delete the `caches` of the CacheCall, all or none."""
 
 
 CacheOperation = (

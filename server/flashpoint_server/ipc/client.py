@@ -71,7 +71,10 @@ class Listener:
     """Receives engine messages that are not answers, on the event loop. The methods do nothing by default."""
 
     def computed(self, engine: Engine, done: Done) -> None:
-        """Called when an attention request was computed. In one call per launch, `done.batch` describes the launch."""
+        """Called when an attention request was computed.
+
+        A launch can compute several requests: `done.batch` describes it for one of them, and is None for the others.
+        """
 
     def heard(self, engine: Engine, news: JobNews) -> None:
         """Called for each message about a benchmark."""
@@ -113,7 +116,8 @@ class Engine:
         self._sent: dict[int, Job[Any]] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
-        # Messages to send when the socket's buffer has room. They are encoded before: an error must not stop the queue.
+        # Messages to send when the socket's buffer has room. They are encoded before they are queued: an encoding error
+        # must not stop the queue.
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
     def connect(self) -> None:
@@ -139,7 +143,7 @@ class Engine:
                 self.tell(Attach(segment.number, segment.mapped), (segment.fd,))
         job.number = next(self._numbers)
         wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
-        message = encode(job.message(job.since + wait))  # first, as it may raise: the job is not registered then
+        message = encode(job.message(job.since + wait))  # before the job is registered: `encode` may raise
         if not self._sent:
             self.pace.begin(time.monotonic())
         self._sent[job.number] = job
@@ -161,7 +165,7 @@ class Engine:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped the engine's process (SIGSTOP): it does not handle messages."""
+        """Whether a signal (SIGSTOP) or a debugger has stopped the engine's process, so that it handles no messages."""
         try:
             _, _, behind_name = Path(f"/proc/{self._pid}/stat").read_text().rpartition(") ")
         except OSError:  # the process is gone: the channel reports it
@@ -267,7 +271,7 @@ class Engine:
                 return
             case Done():
                 self.pace.did(job.price.seconds, time.monotonic())
-                answer.get_loop().call_soon(self._computed, message)  # later: the route that waits continues first
+                answer.get_loop().call_soon(self._computed, message)  # later, after the route that waits
                 if answer.done() and (saved := message.metadata.get("saved")) is not None:
                     self.tell(Forget(saved))  # the route no longer waits, so the caller does not get the id
                 job.timings.copy_in, job.timings.copy_out = message.copy_in, message.copy_out
@@ -381,7 +385,7 @@ class Engines:
 
     @property
     def pace(self) -> float:
-        """How many predicted seconds of requests the engines answer in one second under load; 0 until it is known."""
+        """The speed of all engines under load: seconds of predicted work that they do per second; 0 if unknown."""
         return sum([engine.pace.rate for engine in self._ready()])
 
     def processes(self) -> Iterator[tuple[str, int]]:

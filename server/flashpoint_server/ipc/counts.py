@@ -58,7 +58,7 @@ class Counts:
         if shared.directory is None:
             rows = [memoryview(bytearray(_NUMBER)).cast("d") for _ in names]
         else:
-            self._table = Table("service.counts", shared, len(names))  # files of API keys have names without a dot
+            self._table = Table("service.counts", shared, len(names))  # no file of an API key has a dot in its name
             rows = self._table.rows
         self.requests, self.bytes, self.flops, self.seconds, self.arriving, self.staged, self.wanted = rows
 

@@ -59,7 +59,7 @@ class Job(Generic[B]):
     records: list[CacheRecord] = field(init=False, default_factory=list)  # from the CallReply messages so far
 
     def message(self, rank: float) -> Submit:
-        """Return the message that submits the job to an engine. `rank` is its position in the engine's queue."""
+        """Return the message that submits the job to an engine. `rank` orders the engine's queue: see `Submit`."""
         return Submit(
             id=self.number,
             request_id=self.id,

@@ -20,7 +20,7 @@ from flashpoint_server.ipc.bodies import Body, CacheShape, PlacedTensor, encode
 
 LARGEST_MESSAGE = 1 << 17
 MOST_LISTED = 64  # maximum saved forwards in one message, each with a head of up to 1 KiB
-MOST_ERRORS = 512  # maximum errors in a Failed, so that the message fits
+MOST_ERRORS = 512  # maximum errors in a Failed, so that it fits into LARGEST_MESSAGE
 _RECORD, _RECORD_LAYER = 256, 32  # maximum bytes of a CacheRecord, and of each layer in it
 _CUT = int(socket.MSG_TRUNC)  # as an int, because comparing enum flags takes 10% of the time to receive a message
 _ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # bytes for up to four descriptors in a message; `Attach` has one
@@ -40,9 +40,9 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheRecord(msgspec.Struct, frozen=True):
-    """A cache's state. `lengths` and `firsts` have the end and the first stored position for each layer.
+    """A cache's state. `ttl` and `expires_in` are in seconds.
 
-    Times are in seconds.
+    For each layer, `lengths` has the end of the tokens, and `firsts` the position of the first token still stored.
     """
 
     serial: int
@@ -57,7 +57,7 @@ class CacheRecord(msgspec.Struct, frozen=True):
 
 
 class SavedRecord(msgspec.Struct, frozen=True):
-    """The state of a saved forward, with its head. Times are in seconds."""
+    """The state of a saved forward. `head` is that of its `Save`; `ttl` and `expires_in` are in seconds."""
 
     serial: int
     head: bytes

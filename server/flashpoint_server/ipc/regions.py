@@ -66,12 +66,12 @@ class Region:
 
     @property
     def whole(self) -> bool:
-        """Whether the object still has its full length."""
+        """Whether the shared memory object is still long enough for the region."""
         return os.fstat(self.fd).st_size >= self.mapped
 
 
 class Regions:
-    """The registered regions, of at most `limit` bytes. `dropped` is called with the number of each freed segment."""
+    """The registered regions, of at most `limit` bytes in all. `dropped` is called with a freed region's `number`."""
 
     def __init__(self, limit: int, dropped: Callable[[int], None]) -> None:
         self.limit = limit
@@ -92,7 +92,10 @@ class Regions:
         self._bytes += region.mapped
 
     def unregister(self, owner: str, name: str) -> None:
-        """Unregister a region. As in Triton, an unknown name is ignored: its clients unregister first."""
+        """Unregister a region; ignore an unknown name.
+
+        Triton Inference Server also ignores it, and its clients unregister a name before they register it.
+        """
         if (region := self._named.pop((owner, name), None)) is not None:
             region.release()
 
@@ -165,7 +168,7 @@ def check_apart(
 
 
 def _open(key: str, size: int) -> int:
-    """Return a descriptor of the shared memory object with the name `key`. Raises Refusal 422 without the name."""
+    """Return a descriptor of the shared memory object `key`. Raises Refusal 422, whose text does not contain `key`."""
     name = key.removeprefix("/")
     if not _KEY.fullmatch(key) or name in (".", ".."):
         raise invalid([("key", "is not the name of a shared memory object")])

@@ -6,7 +6,7 @@ WINDOW = 0.5
 
 
 class ServiceRate:
-    """The speed of an engine: under load it answers `rate` predicted seconds in one second; 0 means unknown.
+    """The speed of an engine under load: it does `rate` seconds of predicted work per second; 0 means unknown.
 
     `rate` is a moving average: the newest measurement has the weight 1/2, and all earlier ones together have 1/2.
     """

@@ -45,7 +45,7 @@ class PoolFullError(Exception):
 class Segment:
     """One memory file, mapped in this process. `number` is its id on the channel to the engines.
 
-    It has `size` bytes of slots, then a page of marks with one byte for each slot, up to `mapped` bytes.
+    It has `size` bytes of slots, then a page with a byte for each slot, its mark (see `Submit`): `mapped` bytes in all.
     """
 
     def __init__(self, size: int, *, touch: bool) -> None:
@@ -126,7 +126,7 @@ class Pool:
         self._column = counts.column
         self._staged = counts.staged  # bytes of each process's segments
         self._wanted = counts.wanted  # when each process's pool last could not grow, in `time.monotonic` seconds
-        self._trimmed = 0.0  # the latest of these times for which this pool has freed its unused segments
+        self._trimmed = 0.0  # the latest time in `_wanted` after which this pool has freed its unused segments
         self._free: dict[int, list[Slot]] = defaultdict(list)
 
     def warm(self) -> None:
@@ -284,7 +284,7 @@ class Layout(NamedTuple):
 
 @dataclass(eq=False)
 class Staging:
-    """A request's memory, from the first byte of its tensors to the last byte of its answer.
+    """The memory of a request's inputs and outputs: allocated before the inputs arrive, freed after the answer is sent.
 
     `regions` are shared memory of callers that contains some of the tensors. Each holder calls `release` once.
     """
@@ -338,7 +338,7 @@ class Staging:
         ]
 
     def hold(self) -> None:
-        """Add a holder: the engine, which must release the memory after its last access."""
+        """Add a holder for a job. `release` must be called when the engine no longer accesses the memory."""
         self.slot.hold()
         for region in self.regions:
             region.hold()

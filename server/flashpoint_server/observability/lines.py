@@ -72,7 +72,7 @@ class Lines:
         return count
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Wait until all lines are written, or the time in seconds is over. Called before the process ends."""
+        """Wait until all lines are written, for at most `seconds`. Called before the process ends."""
         with self._lock:
             self._slept.wait_for(lambda: self._asleep, seconds)
 

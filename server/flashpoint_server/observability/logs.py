@@ -1,6 +1,6 @@
 """Structured logs on stderr: our lines and those of libraries, in one format, through the queue of lines.py.
 
-Our lines do not use `logging`, whose records take three times as long: each request has a line, which delays the next
+Our lines do not use `logging`, which takes three times as long for a line: making the line of a request delays the next
 request on this core.
 """
 
@@ -57,7 +57,7 @@ def _json(_: WrappedLogger, __: str, event: EventDict) -> str:
 
 
 def _json_line(logger: _Queued, method: str, event: EventDict) -> bytes:
-    """Return the line that the processors `shared` of `configure` and `_json` would make, in half of their time."""
+    """Return the same line as `shared` (see `configure`), `format_exc_info` and `_json`, in half of their time."""
     event["level"] = method
     event["logger"] = logger.name
     event["timestamp"] = datetime.now(UTC).isoformat()[:-6] + "Z"
@@ -80,7 +80,7 @@ def _notice(processors: Sequence[Processor], dropped: int) -> bytes:
 
 
 def for_people(style: Literal["auto", "json", "console"]) -> bool:
-    """Return whether lines have columns for a person, and not JSON."""
+    """Return whether `style` means lines in columns for a person; False means JSON."""
     return style == "console" or (style == "auto" and os.isatty(STDERR))
 
 
