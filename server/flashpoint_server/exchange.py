@@ -78,7 +78,7 @@ class Exchange:
     bytes_in: int = 0
     bytes_out: int = 0
     key: str = ""  # the name of the request's API key
-    replica: str = ""  # value of the answer's X-Flashpoint-Replica: the replica that holds the caches
+    replica: str = ""  # the answer's X-Flashpoint-Replica: the replica of the caches or saved forward
     way: LaunchInfo | None = None  # set after the launch
     write_refusal: Writer = problem  # writes errors in the format of this path's clients
     facts: dict[str, Any] = field(default_factory=dict)  # fields that the route adds to the log line
