@@ -23,6 +23,7 @@ Array = NDArray[Any]
 BOUND = 5e-6  # allowed error of a float32 answer against float64, as a fraction of the answer's largest value
 MIXED_LENGTHS = (8, 17, 40, 64, 100, 129, 200, 256, 333, 512)  # many short, a few long; few are multiples of a tile
 DECODE_KEYS = 2048
+WRONG = "wrong answer"  # how the errors of wrong answers begin in a load test's results
 
 
 class WrongAnswerError(Exception):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gevent
+from cases import WRONG
 from locust.env import Environment
 from locust.html import get_html_report
 from locust.stats import stats_history
@@ -84,6 +85,7 @@ class Step:
             **{f"p{part}_ms": self._finite(part) for part in (50, 95, 99)},
             "calls": len(self.calls),
             "errors": self.errors.total(),
+            "wrong": sum(count for what, count in self.errors.items() if what.startswith(WRONG)),
             "generator_busy": round(self.busy, 2),
             "why": "; ".join(f"{count}× {what}" for what, count in self.errors.most_common(3)),
         }

@@ -16,7 +16,7 @@ import secrets
 from argparse import ArgumentParser
 
 import gevent
-from cases import CASES, WrongAnswerError
+from cases import CASES, WRONG, WrongAnswerError
 from locust import FastHttpUser, constant_throughput, events, task
 
 TIMEOUT = 30.0  # network timeout of a call, in seconds; X-Timeout-Ms also limits a call of an open loop
@@ -71,7 +71,7 @@ class Caller(FastHttpUser):
                 if answer.request_meta["response_time"] > max_ms:
                     answer.failure("late: the answer came after the deadline")
             except WrongAnswerError as error:
-                answer.failure(error)
+                answer.failure(f"{WRONG}: {error}")
 
 
 def refusal(answer) -> str:
