@@ -53,7 +53,7 @@ class UnstampedId:
 @serve.deployment(name="Flashpoint")
 @serve.ingress()
 class Replica:
-    """One Ray Serve replica: the application, and the engine of its device below it."""
+    """One Ray Serve replica: the application, and the engine process that it starts for its device."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -107,7 +107,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         # Ray admits twice as many requests as the service. So the service refuses requests before Ray does, and
         # health probes are not blocked.
         max_ongoing_requests=2 * settings.queue_limit,
-        # In a burst, Ray counts each request as queued until it has chosen a replica for it.
+        # In a burst, Ray counts each request as queued until it has chosen a replica for it: the limit must be high.
         max_queued_requests=8 * settings.queue_limit,
         backpressure_config={"retry_after_s": float(Refusal("queue_full", "").headers["Retry-After"])},
         graceful_shutdown_timeout_s=settings.shutdown_timeout + END_SECONDS,

@@ -1,4 +1,4 @@
-"""All error answers, as problem documents of RFC 9457."""
+"""The errors that the server answers, as problem documents of RFC 9457; /v2 and gRPC have other formats."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def problem(refusal: Refusal, request_id: str) -> tuple[str, bytes]:
 
 
 def shortened(text: str) -> str:
-    """Return an error's text without the middle of long words, which may be names or values of the caller."""
+    """Return an error's text with the middle of long words (a caller's names or values) and of a long text cut out."""
     if len(text) <= LONGEST_NAME:
         return text
     return _cut(_LONG_NAME.sub(lambda match: _cut(match[0], LONGEST_NAME), text), LONGEST_MESSAGE)

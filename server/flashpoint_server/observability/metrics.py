@@ -29,7 +29,7 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
 ENDS = ("answered", "refused", "cancelled")
-AT_ONCE = 256  # updates of metrics in a batch; 50 requests make about as many
+AT_ONCE = 256  # number of metric updates to do in one batch; about 50 requests make that many
 M = TypeVar("M", Counter, Histogram)
 _PROCESS_ID = "flashpoint_process_id"
 
@@ -47,7 +47,7 @@ class _Registry(CollectorRegistry):
 
 
 class Metrics(Listener):
-    """The metrics of one application. Times are in seconds. Other collectors may register with `registry`."""
+    """The metrics of one ASGI application. Times are in seconds. Other collectors may register with `registry`."""
 
     def __init__(self) -> None:
         self.registry = registry = _Registry(self._count)
@@ -115,7 +115,10 @@ class Metrics(Listener):
         )
 
     def _later(self, count: Callable[..., None], *arguments: Any) -> None:
-        """Call `count` later, before the metrics are read. In a batch, calls find their code in the CPU's caches."""
+        """Call `count(*arguments)` later, in a batch of updates, but before the metrics are read.
+
+        A batch costs less than the same updates one by one, because their code stays in the CPU's caches.
+        """
         self._waiting.append((count, arguments))
         if len(self._waiting) >= self._at_once:
             self._count()
@@ -191,7 +194,7 @@ class Metrics(Listener):
             metric.labels(engine.process[0]).set(getattr(holding, name))
 
     def cache_limit(self, engine: str, nbytes: int) -> None:
-        """Set the maximum bytes of caches and saved forwards in an engine."""
+        """Set the metric of how many bytes of KV caches and saved forwards an engine may hold."""
         self._cache_limit.labels(engine).set(nbytes)
 
     def lost(self, engine: Engine) -> None:
@@ -199,7 +202,7 @@ class Metrics(Listener):
         self.holding_changed(engine, Holding(0, 0))
 
     def queue(self, **now: float) -> None:
-        """Set the gauges of admitted requests. `oldest_seconds` is the value of `Admission.oldest_seconds`."""
+        """Set the gauges of admitted requests to the values in `now`, whose names are the keys of `_queue`."""
         for name, value in now.items():
             self._queue[name].set(value)
 
@@ -216,7 +219,7 @@ class Metrics(Listener):
         self._dropped.labels(process).inc(lines)
 
     def families(self) -> Iterable[Metric]:
-        """Return the metrics of this process alone, as prometheus_client collects them."""
+        """Return the metrics of this process alone, as objects of prometheus_client."""
         return itertools.chain(self.registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
 
     def exposition(self, device: DeviceInfo | None) -> bytes:

@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def build_info(device: DeviceInfo | None) -> Metric:
-    """Return the metric whose labels are the versions and the device. Without `device`, its labels are empty."""
+    """Return the metric whose labels are the versions and the device. If `device` is None, the device's are empty."""
     labels = {"version": version("flashpoint")} | {name: versions().get(name, "") for name in _OF_BUILD}
     labels |= {"device": device.name, "title": device.title} if device else {"device": "", "title": ""}
     what = "Versions and device of the service, as labels"

@@ -1,8 +1,9 @@
 """Spans for OpenTelemetry, sent to `--otlp-endpoint`.
 
 Spans are made after the answer was sent, from times that are measured anyway: one span for the request, with a child
-span for each stage, and a link to the span of its launch. A launch has its own trace, because several requests may
-share it. Its trace id follows from the engine's number for the launch, so that every HTTP process can make the link.
+span for each stage, and a link to the span of its launch. A launch is a batch that an engine computes. It has a trace
+of its own, because several requests may share it. The trace id is made from the engine's number for the launch, so that
+every HTTP process can make the link.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import Done
 
-EXPORT_SECONDS = 5.0  # maximum time of one export, also at the end of the process
+EXPORT_SECONDS = 5.0  # maximum seconds of one export, including the last one when the process ends
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
@@ -74,7 +75,7 @@ class Traces(Listener):
             self._tell(part, self._new(trace), mine, began, end)
 
     def computed(self, engine: Engine, done: Done) -> None:
-        """Export the span of a launch. Only one answer of each launch has `done.batch`."""
+        """Export the span of a launch, once: only one request of each launch has `done.batch`."""
         if (batch := done.batch) is None:
             return
         attributes = {

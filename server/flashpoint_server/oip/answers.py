@@ -1,4 +1,4 @@
-"""The answer to an inference: its JSON, followed by the tensors, which are sent from staging memory."""
+"""The answer to an inference: its JSON, then the tensors, sent from the memory in which the engine computed them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class _HttpOutput(NamedTuple):
 async def encode(
     model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec
 ) -> tuple[list[Part], dict[str, str]]:
-    """Return the parts of the body in order, and their header fields. `asked` is the request's head."""
+    """Return the parts of the answer's body in order, and the header fields that describe the body.
+
+    `asked` is the request's head.
+    """
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(
@@ -49,7 +52,7 @@ async def encode(
     about = (model, asked.id, tuple(answer.metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
         head = await codec.run(job.deadline, _head_with, about, outputs, numbers)
-    else:  # heads are cached, as a model's answers have few shapes, but not heads with an id: each id is new
+    else:  # answers have few different heads, so these are cached, except those with an id, which is new each time
         head = _head_with(about, outputs, {}) if asked.id else _head(about, outputs)
     behind = [o for o in outputs if o.size is not None and not o.shared]
     parts: list[Part] = [head, *(views[o.name] for o in behind if o.size)]

@@ -35,20 +35,20 @@ from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
 from flashpoint_server.refusal import invalid
 
-# A parameter has one value, so a pair of integers has two parameters with these names.
+# A parameter has one value, so an option that is a pair, such as `window`, is sent as two parameters with these names.
 SIDES = {
     name: tuple(f"{name}_{side}" for side in option.kind.sides)
     for name, option in OPTIONS.items()
     if isinstance(option.kind, Pair)
 }
-PRIORITY_LEVELS = 10  # as in Triton, 1 is the highest; level 1 is our priority 9, and level 10 is our priority 0
+PRIORITY_LEVELS = 10  # as in Triton, level 1 is the highest: it is our priority 9, and level 10 is our priority 0
 _KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
 SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
 _SIZE_LIMIT = (1 << 63) - 1
 
 
 class Input(NamedTuple):
-    """A tensor as numbers (`array`), in shared memory (`shared`), or as `size` bytes that follow."""
+    """An input: its numbers are in the head (`array`), in `shared` memory, or in `size` bytes that follow the head."""
 
     name: str
     info: TensorInfo
@@ -66,7 +66,7 @@ class Output(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An output of the answer: numbers in the JSON, or bytes behind it (`binary`), or in `shared` memory."""
+    """An output of the answer: numbers in the head, or bytes after the head (`binary`), or in `shared` memory."""
 
     name: str
     binary: bool
@@ -77,8 +77,8 @@ class Wanted(NamedTuple):
 class InferHead:
     """The head of a request.
 
-    `outputs` lists the requested outputs; empty means all. `binary` is the default for outputs. `timeout` is in
-    microseconds; 0 means none. `priority` is from 0 to 9; 9 is the most urgent.
+    `outputs` lists the requested outputs; empty means all. `binary` says whether outputs are bytes if `outputs` is
+    empty. `timeout` is in microseconds; 0 means none. `priority` is from 0 to 9; 9 is the most urgent.
     """
 
     id: str
@@ -88,7 +88,7 @@ class InferHead:
     binary: bool
     timeout: int
     priority: int
-    specs: dict[Direction, Spec] = field(default_factory=dict)  # cached plans
+    specs: dict[Direction, Spec] = field(default_factory=dict)  # cache of the method `spec`
 
     @property
     def data_size(self) -> int:
@@ -96,7 +96,7 @@ class InferHead:
         return sum(given.size for given in self.inputs)
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the planned problem. A requested output implies the option that it needs. Raises Refusal 422."""
+        """Return the attention problem. A requested output sets the option that it needs. Raises Refusal 422."""
         if direction not in self.specs:
             known = ANSWERS[direction]
             if unknown := [output.name for output in self.outputs if output.name not in known]:
@@ -118,7 +118,7 @@ class InferHead:
         return time.monotonic() + seconds if seconds else None
 
     def wanted(self, spec: Spec) -> tuple[Wanted, ...]:
-        """Return the outputs of the answer, in order."""
+        """Return the outputs that the answer contains, in order: those of `outputs`, or all of `spec`."""
         return self.outputs or tuple(Wanted(name, self.binary) for name in spec.outputs)
 
 
@@ -140,7 +140,10 @@ def parse(text: bytes) -> InferHead:
 def make_head(
     identity: str, inputs: Sequence[Input], outputs: Sequence[Output], parameters: dict[str, Any], *, binary: bool
 ) -> InferHead:
-    """Return the head from the parameters, the inputs and the outputs. Raises WireError and FieldError."""
+    """Return the head with these inputs, outputs and parameters. Raises WireError and FieldError.
+
+    `binary` is the default of the parameter binary_data_output.
+    """
     binary = _flag("binary_data_output", parameters.pop("binary_data_output", binary))
     timeout = _count("timeout", parameters.pop("timeout", 0), _SIZE_LIMIT)
     level = _count("priority", parameters.pop("priority", 0), PRIORITY_LEVELS)
@@ -155,7 +158,7 @@ def make_head(
 
 
 def _options(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters as options. Raises FieldError."""
+    """Return the options of a problem from the parameters that set them, with pairs and lists. Raises FieldError."""
     for name, value in parameters.items():
         if not isinstance(value, str | int | float):
             raise FieldError(name, "must be a string, a number, true or false")
@@ -192,12 +195,12 @@ def _input(entry: Any) -> Input:
 
 
 def size_of(info: TensorInfo) -> int:
-    """Return the size of a tensor in bytes. Attention need not support its dtype."""
+    """Return the size of a tensor in bytes, also for dtypes that attention does not support."""
     return math.prod(info.shape) * ITEMSIZE[info.dtype]
 
 
 def tensor_info(name: str, shape: Any, datatype: Any) -> TensorInfo:
-    """Return the info of an input from its description. Raises FieldError."""
+    """Return dtype and shape of an input from `shape` and `datatype` in its JSON entry. Raises FieldError."""
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _SIZE_LIMIT for n in shape):
         raise FieldError(name, "shape must be a list of sizes")
     if len(shape) > RANK_LIMIT:
@@ -213,7 +216,7 @@ def tensor_info(name: str, shape: Any, datatype: Any) -> TensorInfo:
 
 
 def _numbers(name: str, info: TensorInfo, data: Any) -> NDArray[Any]:
-    """Return a tensor's numbers from a flat or nested list."""
+    """Return a tensor's numbers from a flat or nested list, in its shape. Raises FieldError."""
     if not isinstance(data, list):
         raise FieldError(name, "data must be a list")
     nested, flat = jsonwire.elements(name, data)
@@ -232,7 +235,7 @@ def _output(entry: Any) -> Output:
 
 
 def binary_of(parameters: dict[str, Any]) -> bool | None:
-    """Return whether an output's parameters request bytes; None if they do not say. Raises FieldError."""
+    """Return whether an output's parameters request it as bytes; None if they do not say. Raises FieldError."""
     return _flag("binary_data", parameters["binary_data"]) if "binary_data" in parameters else None
 
 
@@ -265,7 +268,10 @@ def _list(what: str, value: Any) -> list[Any]:
 
 
 def parameters_of(owner: str, entry: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return a copy of the parameters. Raises FieldError for a parameter that is not in `known`; None allows all."""
+    """Return a copy of the parameters in `entry`. Raises WireError, and FieldError for one that is not in `known`.
+
+    If `known` is None, all parameters are allowed. `owner` names the entry in errors.
+    """
     parameters = entry.get("parameters", {})
     if not isinstance(parameters, dict):
         raise WireError(f"parameters of {owner!r} must be a JSON object")

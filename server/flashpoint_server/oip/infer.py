@@ -1,4 +1,4 @@
-"""POST /v2/models/{model}/infer."""
+"""The route POST /v2/models/{model}/infer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, be
 
 HEAD_LENGTH = "inference-header-content-length"
 
-# A model sends the same few heads again and again, so their parsed forms are cached. A long head contains tensors as
-# numbers; parsing takes long, so another process does it.
-_SHORT = 4096  # bytes
+# Callers repeat a few heads, so the parsed forms of short heads are cached. A long head contains tensors as numbers:
+# another process parses it, because this takes long.
+_SHORT = 4096  # maximum bytes of a short head
 _parse_again = lru_cache(256)(parse)
 
 
 class _HttpMessage(InferMessage):
-    """A message whose tensors' bytes follow the head in the body. `rest` arrived with the head."""
+    """A message whose tensors' bytes follow the head in the body. `rest` are those that were read with the head."""
 
     def __init__(self, head: InferHead, regions: Regions, owner: str, rest: bytes) -> None:
         super().__init__(head, regions, owner)
@@ -43,7 +43,7 @@ class _HttpMessage(InferMessage):
 
 
 def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> RequestBody:
-    """Return the body of a request; it may be compressed."""
+    """Return an object that reads a request's body, and decompresses it if needed."""
     coding = headers.get("content-encoding", "")
     if coding in WINDOW_BITS:
         return InflatedBody(scope, receive, headers, settings, coding)
@@ -51,7 +51,10 @@ def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settin
 
 
 class Counted:
-    """Counts the requests to `model` when they end. Without `model`, the exchange's facts name it (gRPC)."""
+    """Wraps an ASGI application, and counts each request to `model` when it ends.
+
+    If `model` is None (gRPC), the application stores the model's name in `Exchange.facts`.
+    """
 
     def __init__(self, app: ASGIApp, statistics: Statistics, model: str | None = None) -> None:
         self._app = app
@@ -69,7 +72,7 @@ class Counted:
 
 
 async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> None:
-    """Answer an inference. Raises Refusal and ClientGoneError."""
+    """Answer a request of POST /v2/models/{model}/infer. Raises Refusal and ClientGoneError."""
     headers, codec = request.headers, request.service.codec
     authorize(request, "attention")
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
@@ -84,14 +87,18 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
     parts, fields = await encode(model.name, head, job, answer, codec)
-    if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # one coding, no list: see docs/oip.md
+    # Compress only if the field names a single coding: clients that did not choose one send a list.
+    if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:
         parts, fields["content-encoding"] = await compressed(parts, coding), coding
     await write(request, job, answer, parts, fields)
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
 
 async def _read(request: RouteRequest) -> InferMessage:
-    """Return the message after reading its head. A long JSON body is first admitted with its length. Raises Refusal."""
+    """Read the head, and return the message. A long JSON body is admitted by its length before it is read.
+
+    Raises Refusal.
+    """
     body, service, settings = request.body, request.service, request.service.settings
     size = _head_size(request.headers.get(HEAD_LENGTH), settings.head_limit)
     if size is None:
@@ -129,7 +136,7 @@ def _head_size(text: str | None, limit: int) -> int | None:
 
 
 async def _start(body: RequestBody, size: int) -> tuple[bytes, bytes]:
-    """Return the first `size` bytes of the body, and the next bytes, as far as they arrived too. Raises Refusal."""
+    """Return the first `size` bytes of the body, and the bytes after them that were read as well. Raises Refusal."""
     start = bytearray()
     while len(start) < size:
         if not (chunk := await body.next()):

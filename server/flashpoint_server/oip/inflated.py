@@ -12,7 +12,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal
 
-WINDOW_BITS = {"gzip": 31, "deflate": 15}  # zlib's `wbits` for gzip's format and for its own
+WINDOW_BITS = {"gzip": 31, "deflate": 15}  # zlib's `wbits` for each content coding; deflate is zlib's own format
 AT_ONCE = 1 << 17  # maximum bytes to decompress at once, because other requests wait meanwhile
 
 

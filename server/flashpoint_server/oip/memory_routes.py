@@ -18,7 +18,7 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
 _OFF = "shared memory is off on this server: see --shared-memory-bytes"
-REQUEST_LIMIT = 4096  # maximum bytes of a body; the key in it has at most 255
+REQUEST_LIMIT = 4096  # maximum bytes of a request's body; the field `key` in it has at most 256 characters
 
 
 class Registration(BaseModel):

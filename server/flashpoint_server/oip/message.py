@@ -16,7 +16,10 @@ from flashpoint_server.oip.head import InferHead, Input
 
 
 class InferMessage(TensorMessage):
-    """An inference whose head has been read. `owner` is the caller's key; only its regions can be used."""
+    """An inference request whose head has been parsed.
+
+    `owner` is the name of the caller's API key. A tensor in shared memory must be in a region that this key registered.
+    """
 
     def __init__(self, head: InferHead, regions: Regions, owner: str) -> None:
         self.head = head
@@ -25,11 +28,11 @@ class InferMessage(TensorMessage):
         self._owner = owner
 
     def options(self) -> Mapping[str, Any]:
-        """Return the parameters that are options."""
+        """Return the options of the attention problem."""
         return self.head.options
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the problem, with the options that the requested outputs imply. Raises Refusal 422."""
+        """Return the attention problem. A requested output sets the option that it needs. Raises Refusal 422."""
         return self.head.spec(direction)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
@@ -37,7 +40,10 @@ class InferMessage(TensorMessage):
         return [spec.outputs[o.name] for o in self.head.wanted(spec) if not (o.binary or o.shared)]
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
-        """Return the tensors in shared memory, except index tensors: their values are checked, so they are copied."""
+        """Return (region, offset) of each tensor in the caller's shared memory, by name. Raises Refusal 422.
+
+        Index tensors are left out: `fill` copies them, because their values are checked and must not change afterwards.
+        """
         locate = partial(self._regions.locate, self._owner)
         inputs, wanted = self.head.inputs, self.head.wanted(spec)
         given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}

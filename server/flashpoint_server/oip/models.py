@@ -1,4 +1,4 @@
-"""The two models, and their descriptions in the protocol: metadata, and Triton's configuration."""
+"""The two models of the protocol, and their descriptions: metadata, and Triton's configuration."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def datatypes(name: str) -> list[str]:
 
 
 def _any_size(name: str) -> list[int]:
-    """Return the shape of a tensor with as many dimensions as it can have; -1 is any size. See docs/http.md."""
+    """Return the shape of a tensor with its maximum number of dimensions, each -1: any size."""
     return [-1] * len(TENSORS[name].axes)
 
 
@@ -137,7 +137,7 @@ def configuration(model: Model, max_queue_delay: float) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """Return the defaults of the options as parameters, which have one value each (see head.py)."""
+    """Return the defaults of the options as parameters with one value each: an option that is a pair becomes two."""
     defaults: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         if name in SIDES:

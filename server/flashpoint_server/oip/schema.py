@@ -35,7 +35,10 @@ _DO = {"name": "do", "shape": [2, 2], "datatype": "FP32", "data": [1, 1, 1, 1]}
 
 
 def errors(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of an operation under /v2. The arguments are those of `problems`."""
+    """Return the OpenAPI responses of a path under /v2 for these error codes, by status.
+
+    `details` replace the example texts of some codes.
+    """
     return {
         status: {**response, "content": {jsonwire.MEDIA_TYPE: _plain(response["content"][MEDIA_TYPE]["examples"])}}
         for status, response in problems(*codes, **details).items()
@@ -115,7 +118,7 @@ def _parameters() -> dict[str, Any]:
     for name, names in SIDES.items():
         sides |= zip(names, options.pop(name)["prefixItems"], strict=True)
     nullable = [name for name, option in options.items() if {"type": "null"} in option.get("anyOf", [])]
-    for name in nullable:  # in this protocol a parameter is omitted instead
+    for name in nullable:  # a parameter cannot be null in this protocol: callers omit it instead
         (given,) = (kind for kind in options[name]["anyOf"] if kind != {"type": "null"})
         options[name] = given | {"description": options[name]["description"]}
     return {

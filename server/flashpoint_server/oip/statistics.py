@@ -1,4 +1,4 @@
-"""Statistics of the models: metrics of all HTTP processes, in the format of Triton's `model_stats`."""
+"""Statistics of the protocol's models, from metrics of all HTTP processes, in the format of Triton's `model_stats`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Statistics:
         )
 
     def ended(self, model: str, success: bool, seconds: float) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended, and the `seconds` that it took."""
         how = "success" if success else "fail"
         self._requests.labels(model, how).inc()
         self._seconds.labels(model, how).inc(seconds)

@@ -1,1 +1,1 @@
-"""The page that a person looks at: templates, a style sheet, modules of JavaScript, and the routes to them."""
+"""The server's web page at `/`: templates, a style sheet, modules of JavaScript, and the routes to them."""

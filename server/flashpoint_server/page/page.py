@@ -1,6 +1,7 @@
-"""The page, Swagger UI, the list of errors and the tutorial, rendered at start: GET /, /docs, /docs/… and /static/….
+"""The web page, Swagger UI, the list of errors and the tutorial: GET /, /docs, /docs/… and /static/….
 
-They contain no secrets. The page gets its data from the API, with the key that the user enters.
+They are rendered when the server starts, and contain no secrets. The web page gets its data from the API, with the API
+key that the user enters.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DOCS_POLICY = POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inlin
     "img-src 'self'", "img-src 'self' data:"
 )
 HEADERS = {
-    # revalidated at each request and answered with 304, so that an upgrade is visible at once
+    # browsers revalidate a cached file at each use (answered with 304), so that an upgrade is visible at once
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
 }
@@ -78,7 +79,7 @@ def router(service: Service) -> APIRouter:
 
 
 class _File:
-    """A file in memory, with its Content-Security-Policy."""
+    """A file in memory that the server answers with this Content-Security-Policy."""
 
     def __init__(self, content: bytes, media_type: str, policy: str = POLICY) -> None:
         self._content, self._media_type, self._policy = content, media_type, policy
@@ -141,7 +142,7 @@ def _index(*, locked: bool, docs_url: str | None) -> bytes:
 
 
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the API's defaults as JSON: the page sends only fields that differ from them."""
+    """Return the defaults of a request's fields as JSON values: the page sends only fields that differ from them."""
     return {
         name: to_jsonable_python(field.default)
         for name, field in model.model_fields.items()

@@ -1,4 +1,4 @@
-"""Process setup: garbage collection, priority, limits, the end with the parent process, and the watchdog."""
+"""Process setup: garbage collection, priority, descriptor limit, ending with the parent process, and the watchdog."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 CANNOT_WORK = 78  # EX_CONFIG: exit code of a process that a restart cannot help
 
-NICENESS = 5  # gives the process a third of the default weight
+NICENESS = 5  # at this niceness the kernel's scheduler gives a process a third of the default weight
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,10 +28,10 @@ def keep_what_is_there() -> None:
 
 
 def let_others_first() -> None:
-    """Lower the priority of this process, for all present and later threads.
+    """Lower the priority of this engine process, for all present and later threads.
 
-    Without this, a thread that computes for long gets as much of the cores as the HTTP process. With four such threads
-    on two cores at ten times the capacity, calls were refused after a second or answered late.
+    Without this, a thread that computes for long gets as large a share of the cores as the HTTP process. With four such
+    threads on two cores, and ten times as many calls as they can compute, calls were answered or refused too late.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):  # the thread has ended
@@ -73,7 +73,7 @@ class Watchdog:
         return _Watched(self)
 
     def begin(self, block: object) -> None:
-        """Start watching a block, until `end`."""
+        """Start to watch a block, until `end` is called with it."""
         with self._lock:
             self._began[block] = time.monotonic()
             if len(self._began) == 1:
@@ -91,7 +91,7 @@ class Watchdog:
 
 
 class _Watched(AbstractContextManager[None]):
-    """A watched block. It is a class because a generator takes twice as long, and each call has two blocks."""
+    """The context manager of a watched block. One made with `contextlib.contextmanager` takes twice as long."""
 
     __slots__ = ("_watchdog",)
 

@@ -1,4 +1,4 @@
-"""Child processes: started, watched, restarted after growing pauses, and stopped in order.
+"""Child processes: start them, wait for their end, restart them after growing pauses, and stop them.
 
 running → lost → (pause) → running …      running → stopping → ended
 """
@@ -22,7 +22,8 @@ from flashpoint_server.processes.parent import CANNOT_WORK
 
 log = structlog.stdlib.get_logger("flashpoint.processes")
 
-# Seconds between the end of a process and its next start. The pause doubles at each restart, until a run is STEADY.
+# Seconds between the end of a process and its next start. The pause doubles at each restart, until the process has run
+# for STEADY seconds.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 # An OpenMP thread that waits by spinning occupies the core that the other threads, or the HTTP process, need: on 2
 # cores with another busy process, an operation of 1 ms took 24 ms; with sleeping threads it took 0.9 ms. While any
@@ -33,7 +34,7 @@ ENGINE_SETTINGS = (
     "batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "benchmark_slice_ms", "benchmark_keep",
     "cache_bytes", "cache_ttl", "saved_ttl", "log_format", "log_level",
 )  # fmt: skip
-ENGINE_PATIENCE = 1.0  # maximum seconds for an engine to end; HTTP processes need no answers from it any more
+ENGINE_PATIENCE = 1.0  # seconds for an engine to end after SIGTERM, when no HTTP process needs its answers any more
 STEADY = 30.0  # seconds of running after which a start counts as successful
 
 
@@ -71,7 +72,7 @@ class Child:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command, pass_fds=self._inherited, env=self._environment
                 )
-            except OSError as error:  # no memory or no process is available now
+            except OSError as error:  # for now, there is not enough memory, or the limit of processes is reached
                 log.error("cannot start", process=self.name, error=str(error))
                 pause = min(pause * 2, LONGEST_PAUSE)
                 await asyncio.sleep(pause)
@@ -129,9 +130,9 @@ class Child:
 
 @asynccontextmanager
 async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIterator[list[bytes]]:
-    """Keep one engine process running for each device of `settings.device`. Yields the addresses of the engines.
+    """Keep one engine process running for each device of `settings.device`. Yields the engines' socket addresses.
 
-    The addresses are for `Engines.connect`. `module` is the module that they run; tests use one with faults.
+    `Engines.connect` takes the addresses. `module` is the module that the processes run; tests use one with faults.
     """
     environment = ENGINE_VARIABLES | os.environ  # the operator's values win
     environment |= {native.FLOAT32: str(settings.cpu_float32)}
@@ -161,7 +162,7 @@ async def devices(name: str) -> list[str]:
     """Return the devices that `name` means: itself, or for "all" every CUDA device, or the CPU if there is none."""
     if name != "all":
         return [name]
-    # A separate process counts them, because this one must not import torch.
+    # A separate process counts the CUDA devices, because this one must not import torch.
     count = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "import torch; print(torch.cuda.device_count())", stdout=asyncio.subprocess.PIPE
     )

@@ -15,6 +15,6 @@ lines, traces and errors have only one implementation.
 import os
 
 # gRPC reads these when it is imported. Without the first, it writes messages about single connections to stderr. The
-# second turns off support for child processes that continue in Python: ours start another program at once.
+# second turns off gRPC's support for forked processes that go on running Python code: this server only starts programs.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,4 +1,4 @@
-"""A ModelInferResponse: its head, followed by the tensors, which are sent from staging memory."""
+"""A ModelInferResponse: its head, then the tensors, sent from the memory in which the engine computed them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashpoint_server.oip.grpc.request import CONTENTS
 from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.models import VERSION
 
-RAW_OUTPUTS = 6  # number of the field with the tensors' bytes
+RAW_OUTPUTS = 6  # number of the protobuf field `raw_output_contents`: the tensors' bytes
 
 _ModelInferResponse = protos.message("inference.ModelInferResponse")
 
@@ -39,7 +39,7 @@ class _About(NamedTuple):
 
 
 async def encode(model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
-    """Return the parts of the message in order. `asked` is the request's head."""
+    """Return the parts of the ModelInferResponse in order. `asked` is the request's head."""
     wanted = asked.wanted(job.spec)
     places = job.staging.outputs
     views = job.staging.views(places)
@@ -49,7 +49,9 @@ async def encode(model: str, asked: InferHead, job: AttentionJob, answer: JobRes
     if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
         return [await codec.run(job.deadline, _head_with, about, outputs, numbers)]
     parts: list[Part] = [_head_with(about, outputs, {}) if asked.id else _head(about, outputs)]
-    for output in wanted if here else ():  # a tensor in shared memory also has a field, which is empty
+    # Each output has a field raw_output_contents, which is empty for a tensor in shared memory. If all outputs are in
+    # shared memory, there are no such fields.
+    for output in wanted if here else ():
         view = b"" if output.shared else views[output.name]
         parts += [before(RAW_OUTPUTS, len(view)), view]
     return parts
@@ -61,7 +63,7 @@ def _array(place: Any, view: memoryview) -> NDArray[Any]:
 
 @lru_cache(256)
 def _head(about: _About, outputs: tuple[_RpcOutput, ...]) -> bytes:
-    """Return the head of an answer without an id. Cached, because a model's answers have few shapes."""
+    """Return the head of an answer without an id. It is cached, because answers have few different heads."""
     return _head_with(about, outputs, {})
 
 

@@ -3,12 +3,12 @@
 gRPC delivers a message only when it is complete, and does not report its size before. So a call reserves memory for the
 largest allowed message before it reads, and waits until this memory is free. Until then, flow control stops the sender.
 While gRPC delivers a message, two more copies of it exist; memory for them is reserved. Each thread of gRPC has its own
-heap, which keeps freed memory: it counts as used until it is returned to the system. Not counted are the first 64 KiB
+heap, which keeps freed memory: this counts as used until it is returned to the system. Not counted are the first 64 KiB
 of a message, which arrive before the call reads, and gRPC's buffers: up to 1 MiB for each connection with a message.
 
-While a call waits for memory, a message that is being read can be refused, to free its memory: it makes way. If several
-messages are being read, the newest makes way after `QUICK` seconds, so that large messages do not delay a small one for
-long. The oldest makes way if it is slower than `RATE`.
+While a call waits for memory, a message that is being read can be refused to free its memory: it "makes way". If there
+are several such messages, the newest makes way after `QUICK` seconds, so that large messages do not delay a small one
+for long. The oldest makes way if it is slower than `RATE`.
 
     waiting → reading → stored (message, then answer) → released       reading → refused (makes way)
 """
@@ -27,17 +27,19 @@ from flashpoint_server.refusal import Refusal
 
 LARGEST_MESSAGE = (1 << 31) - 1  # maximum bytes of a message in gRPC and protobuf
 QUICK = 0.5  # seconds in which a small message arrives, even on a busy machine
-RATE = 16 << 20  # minimum bytes a second of a message while others wait; --body-timeout is added to the time
-KEPT = 1 << 26  # freed bytes that heaps may keep, because returning and allocating memory takes milliseconds
-_COPIES = 2  # number of additional copies while a message is delivered
+# Bytes a second: while other calls wait for memory, a message may take --body-timeout, plus the time that the largest
+# allowed message takes at this rate.
+RATE = 16 << 20
+KEPT = 1 << 26  # freed bytes that heaps may keep, because returning them and allocating again takes milliseconds
+_COPIES = 2  # number of additional copies of a message while gRPC delivers it
 
 T = TypeVar("T")
 
 
 class Hold:
-    """The memory of one call: `nbytes`, which count for the API key `owner`.
+    """The memory of one gRPC call: `nbytes`, which count against the limit of the API key `owner`.
 
-    `counted`: whether the call counts for the queue limit while it waits and reads.
+    `counted`: whether the call counts against the queue limit while it waits for memory or reads its message.
     """
 
     def __init__(self, memory: Memory, *, counted: bool = False, owner: str = "") -> None:
@@ -47,10 +49,10 @@ class Hold:
         self.nbytes = 0
 
     async def read(self, message: Callable[[], Awaitable[T]], size: Callable[[T], int], until: float) -> T:
-        """Wait for memory, read a message, and then count its `size` instead of the largest one.
+        """Wait for memory, and return what `message` reads. From then on, count its `size` instead of `largest`.
 
         `until` is in `time.monotonic` seconds. Raises TimeoutError after it, and Refusal (408, 429) if no memory
-        becomes free, or if this message makes way for another call.
+        becomes free, or if this message is refused to free its memory for another call.
         """
         reading = _Reading(self)
         try:
@@ -72,13 +74,13 @@ class Hold:
         return self._memory.largest
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` more. Raises Refusal 429 if this exceeds a limit, unless no other call has memory."""
+        """Count `nbytes` more for this call. Raises Refusal 429 over a limit, unless no other call has memory."""
         if self._memory.others(self) and not self._memory.fits(self.owner, nbytes):
             raise Refusal("queue_full", f"gRPC holds {self._memory.used} bytes, and this call needs {nbytes} more")
         self._memory.set(self, self.nbytes + nbytes)
 
     def drop(self, nbytes: int) -> None:
-        """Count `nbytes` less."""
+        """Count `nbytes` less for this call."""
         self._memory.set(self, self.nbytes - nbytes)
 
     def release(self) -> None:
@@ -92,10 +94,10 @@ class _Reading:
     def __init__(self, hold: Hold) -> None:
         self.hold = hold
         self.timeout = asyncio.timeout(None)
-        self.since = 0.0  # when it got memory, in `time.monotonic` seconds; 0 while it waits
+        self.since = 0.0  # when the call got memory, in `time.monotonic` seconds; 0 while it waits
         self.made_way: Refusal | None = None
-        self.leaving = False  # whether it has failed, so that its memory is released when its call ends
-        self.turn: asyncio.Future[None] | None = None  # done when it gets memory
+        self.leaving = False  # whether reading was given up: the memory is released when the call ends
+        self.turn: asyncio.Future[None] | None = None  # done when the call gets memory
 
     def make_way(self, refusal: Refusal) -> None:
         self.made_way, self.leaving = refusal, True
@@ -106,9 +108,10 @@ class Memory:
     """The memory limit of gRPC in one HTTP process: its share of `--grpc-bytes`. An API key may use half of it."""
 
     def __init__(self, settings: Settings, locked: bool, counts: Counts) -> None:
-        """`locked`: callers need keys."""
+        """`locked`: whether callers need API keys. `counts`: the counts of requests that all HTTP processes share."""
         part = settings.grpc_bytes // settings.workers
-        # At least this many of the largest messages fit. So a key has memory for two, of which the newer can make way.
+        # At least this many messages of the largest size fit. A key may use half of the memory, so it has room for two
+        # of them at least, of which the newer can make way.
         messages = 4 if locked else 2
         self.largest = min(settings.body_limit, LARGEST_MESSAGE, part // (messages + _COPIES))
         self.limit = part - _COPIES * self.largest
@@ -120,12 +123,12 @@ class Memory:
         self.used = 0
         self._freed = 0  # upper bound of the freed bytes that heaps have not returned to the system
         self._of: dict[str, int] = {}  # bytes by owner
-        self._reading: dict[_Reading, None] = {}  # in the order of their start
-        self._waiting: dict[_Reading, None] = {}  # in the order of arrival
+        self._reading: dict[_Reading, None] = {}  # calls that have memory, in the order in which they got it
+        self._waiting: dict[_Reading, None] = {}  # calls without memory, in the order of their arrival
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, hold: Hold, nbytes: int) -> None:
-        """Set the number of bytes of a call."""
+        """Count `nbytes` for a call, instead of its present number. If this frees memory, waiting calls get it."""
         if more := nbytes - hold.nbytes:
             hold.nbytes = nbytes
             self.used += more
@@ -137,7 +140,7 @@ class Memory:
                 self._give_turns()
 
     def others(self, hold: Hold) -> bool:
-        """Return whether other calls hold memory."""
+        """Return whether other calls than this one have memory."""
         return self.used > hold.nbytes
 
     def fits(self, owner: str, nbytes: int) -> bool:
@@ -149,7 +152,7 @@ class Memory:
         return True
 
     async def room(self, reading: _Reading) -> None:
-        """Wait until memory for the largest message is free, and count it. Raises Refusal 429."""
+        """Wait until memory for a message of the largest size is free, and reserve it. Raises Refusal 429."""
         if reading.hold.counted:
             self._check_number()
             self._counts.arriving[self._counts.column] += 1
@@ -174,20 +177,20 @@ class Memory:
         self.set(reading.hold, nbytes)
 
     def failed(self, reading: _Reading) -> None:
-        """Record that the reading of a message was given up. Its memory counts until the call ends."""
+        """Record that the reading of a message was given up. The call's memory, if any, counts until the call ends."""
         if reading in self._waiting:
             del self._waiting[reading]
         elif reading not in self._reading:
-            return  # `room` has refused the call, before counting it
+            return  # `room` refused the call before it counted the call
         reading.leaving = True
         self._awaited(reading)
 
     def over(self, hold: Hold) -> None:
-        """Record the end of a call."""
+        """Release the memory of a call that has ended."""
         failed = [reading for reading in self._reading if reading.hold is hold]
         for reading in failed:
             del self._reading[reading]
-            self._freed += hold.nbytes  # the size of the arrived part is unknown
+            self._freed += hold.nbytes  # an upper bound: how much of the message arrived is unknown
         self.set(hold, 0)
 
     def _trim(self) -> None:
@@ -196,12 +199,12 @@ class Memory:
         heap.trim()
 
     def _awaited(self, reading: _Reading) -> None:
-        """Remove a call that no longer waits or reads from the shared count of such calls."""
+        """Subtract a call, whose message has arrived or was given up, from the shared count of arriving messages."""
         if reading.hold.counted:
             self._counts.arriving[self._counts.column] -= 1
 
     def _check_number(self) -> None:
-        """Raise Refusal 429 if the queue is full, unless a slow message can make way."""
+        """Raise Refusal 429 if the queue is full. If the oldest message being read is slow, refuse that one instead."""
         if sum(self._counts.arriving) + sum(self._counts.requests) < self._queue_limit:
             return
         first = next((one for one in self._reading if one.hold.counted and not one.leaving), None)
@@ -211,7 +214,7 @@ class Memory:
         first.make_way(_too_slow())
 
     def _begin(self, reading: _Reading) -> bool:
-        """Count memory for a waiting message if it is within the limits. Return whether it is."""
+        """Reserve memory for a waiting call if the limits allow it. Return whether they do."""
         if not self.fits(reading.hold.owner, self.largest):
             return False
         del self._waiting[reading]
@@ -221,9 +224,9 @@ class Memory:
         return True
 
     def _give_turns(self) -> None:
-        """Give memory to waiting messages, to owners with the least memory first.
+        """Give memory to waiting calls, first to those whose owner has the least.
 
-        If messages still wait, let another one make way for the first of them, now or later.
+        If calls still wait, let a message that is being read make way for the first of them, now or later.
         """
         for reading in sorted(self._waiting, key=lambda reading: self._of.get(reading.hold.owner, 0)):
             assert reading.turn is not None
@@ -236,9 +239,9 @@ class Memory:
             self._timer = asyncio.get_running_loop().call_later(due, self._give_turns)
 
     def _make_way(self, owner: str) -> float | None:
-        """Refuse a message that is being read, if its time is over, so that a waiting message of `owner` gets memory.
+        """Refuse a message that has been read for too long, so that a waiting call of `owner` gets its memory.
 
-        Return the seconds until one can be refused; None if one was refused, or if none can be.
+        Return the seconds until a message can be refused; None if one was refused, or if none can be.
         """
         full = self._of.get(owner, 0) + self.largest > self._share
         reading = [one for one in self._reading if not full or one.hold.owner == owner]

@@ -1,15 +1,15 @@
-"""Take tensors out of a message, and put them into one, without protobuf, which would copy each of them twice.
+"""Take tensors out of a protobuf message, and put them into one, without the protobuf library, which copies them twice.
 
-On the wire a message is a sequence of fields: number, kind and value. A tensor's bytes have a length before them. So
-they can be read as a part of the received message, and sent from staging memory.
+On the wire a message is a sequence of fields: number, kind (wire type) and value. A tensor's bytes follow their length.
+So they can be read in place in the received message, and sent from the memory in which the engine computed them.
 """
 
 from __future__ import annotations
 
 from flashpoint_contract.wire import TENSOR_LIMIT, WireError
 
-_BYTES = 2  # the kind of a field with a length; 0 is a varint, 1 and 5 are 8 and 4 bytes
-MOST_FIELDS = 8 * TENSOR_LIMIT  # maximum outermost fields of a valid request: inputs, outputs, tensors, parameters
+_BYTES = 2  # the wire type of a value with a length before it; type 0 is a varint, 1 is 8 bytes, 5 is 4 bytes
+MOST_FIELDS = 8 * TENSOR_LIMIT  # maximum top-level fields of a valid request: inputs, outputs, tensors, parameters
 _LONGEST = 10  # maximum bytes of a 64-bit varint
 
 

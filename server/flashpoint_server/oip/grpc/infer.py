@@ -1,4 +1,7 @@
-"""ModelInfer. Its message is read when the caller is known and memory is free; then it is computed like /v2's infer."""
+"""The gRPC method ModelInfer, computed like POST /v2/models/{model}/infer.
+
+Its message is read when the caller is authorized and memory for the message is free.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, co
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
-_ON_THE_WAY = 0.05  # maximum seconds in which a call reaches this process
+_ON_THE_WAY = 0.05  # assumed maximum seconds from the start of a call in the client to its arrival in this process
 _HEAD_ROOM = 1 << 16  # maximum bytes of an answer without its tensors; most have a few hundred
 
-# A model sends the same few heads again and again, so their parsed forms are cached. A long head contains tensors as
-# numbers; parsing takes long, so another process does it.
-_SHORT = 4096  # bytes
+# Callers repeat a few heads, so the parsed forms of short heads are cached. A long head contains tensors as numbers:
+# another process parses it, because this takes long.
+_SHORT = 4096  # maximum bytes of a short head
 _parse_again = lru_cache(256)(parse)
 
 
@@ -43,7 +46,8 @@ class Incoming(NamedTuple):
     """A message that has not been read. `read` waits for it and returns None if none comes; `hold` counts its memory.
 
     `deadline` is the deadline of the call, in `time.monotonic` seconds. After `nearly`, a cancellation counts as a
-    missed deadline: the caller's own deadline may be earlier, because gRPC rounds the remaining time up by at most 1%.
+    missed deadline: the client's deadline may be earlier than `deadline`, because gRPC clients round the remaining time
+    up by at most 1% when they send it.
     """
 
     read: Callable[[], Awaitable[bytes | None]]
@@ -65,11 +69,11 @@ class MessageBody(RequestBody):
 
     def __init__(self, scope: Scope, receive: Receive, _: Mapping[str, str], settings: Settings) -> None:
         super().__init__(scope, receive, {}, settings)
-        self.complete = True  # gRPC discards the unread message of a call that has ended
+        self.complete = True  # nothing to discard after a refusal: gRPC itself discards an unread message
         self.incoming: Incoming = scope["extensions"][EXTENSION]
 
     async def read(self) -> bytes:
-        """Read the message. Its size is unknown before, so it may take as long as the largest one. Raises Refusal."""
+        """Return the message. Its size is unknown before, so it may take as long as the largest one. Raises Refusal."""
         hold, settings = self.incoming.hold, self._settings
         self.limit = hold.largest
         patience = settings.body_timeout + self.limit / settings.body_rate
@@ -90,7 +94,7 @@ def _size(message: bytes | None) -> int:
 
 
 class _GrpcMessage(InferMessage):
-    """A message of `size` bytes, which `hold` counts. `tensors` are the parts of it with the tensors' bytes."""
+    """A ModelInferRequest of `size` bytes, which `hold` counts. `tensors` are views of the tensors' bytes in it."""
 
     def __init__(
         self, head: InferHead, regions: Regions, owner: str, tensors: list[memoryview], size: int, hold: Hold
@@ -101,7 +105,7 @@ class _GrpcMessage(InferMessage):
         self._hold = hold
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Return the plan, and count memory for the answer, which exists twice: joined here, and in gRPC.
+        """Return the plan, and count memory for two copies of the answer: its joined parts here, and gRPC's copy.
 
         Raises Refusal.
         """
@@ -128,7 +132,7 @@ class _GrpcMessage(InferMessage):
 
 
 async def infer_grpc(request: RouteRequest, statistics: Statistics) -> None:
-    """Answer a ModelInfer. Raises Refusal and ClientGoneError."""
+    """Answer a ModelInfer call. Raises Refusal and ClientGoneError."""
     body = request.body
     assert isinstance(body, MessageBody)
     try:
@@ -155,7 +159,7 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
 
 
 async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest, InferMessage]:
-    """Return the parsed request, and its message. Raises Refusal 400, 413 and 422."""
+    """Return the parsed request, and the InferMessage with its tensors. Raises Refusal 400, 413 and 422."""
     service = request.service
     message = await body.read()
     with refuse_invalid():

@@ -1,4 +1,4 @@
-"""The gRPC methods other than inference. Each is answered by the path under /v2 that gives the same answer in JSON."""
+"""The gRPC methods other than inference. Each calls the HTTP route that gives the same answer in JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SERVICE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
 
 
 class Method(NamedTuple):
-    """How to make a request from a message, and a message from the answer's JSON.
+    """How to make an HTTP request from a gRPC message, and a gRPC message from the JSON of the HTTP answer.
 
-    `unready` is the answer of a readiness method if the server is not ready.
+    `unready` is the content of the gRPC message if the HTTP answer has status 503; None makes this status an error.
     """
 
     verb: str
@@ -26,7 +26,7 @@ class Method(NamedTuple):
 
 
 def _model(below: str = "") -> Callable[[Any], str]:
-    """Return a function that makes the path of a request's model, followed by `below`. It raises Refusal 404."""
+    """Return a function: (gRPC message) -> path of the model that it names, followed by `below`. Raises Refusal 404."""
     return lambda request: f"/v2/models/{find(request.name, request.version).name}/versions/{VERSION}{below}"
 
 
@@ -35,9 +35,9 @@ def _statistics(request: Any) -> str:
 
 
 def _region(below: str, of_all: bool = True, kind: str = "system") -> Callable[[Any], str]:
-    """Return a function that makes the path of a request's region, followed by `below`. It raises Refusal 422.
+    """Return a function: (gRPC message) -> path of the shared memory region that it names, followed by `below`.
 
-    For a request without a name, it makes the path of all regions, if `of_all`.
+    If the message has no name, the path is that of all regions if `of_all`. The function raises Refusal 422.
     """
 
     def path(request: Any) -> str:

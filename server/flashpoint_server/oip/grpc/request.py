@@ -28,9 +28,9 @@ from flashpoint_server.oip.head import (
     tensor_info,
 )
 
-RAW_INPUTS = 7  # number of the field with the tensors' bytes
+RAW_INPUTS = 7  # number of the protobuf field `raw_input_contents`: the tensors' bytes
 
-# The field for a tensor's numbers, if they are not sent as bytes; FP16 and BF16 have none.
+# The field of InferTensorContents for a tensor's numbers, by dtype. FP16 and BF16 have none: they are sent as bytes.
 CONTENTS = {
     "bool": "bool_contents",
     "int8": "int_contents",
@@ -49,7 +49,7 @@ _ModelInferRequest = protos.message("inference.ModelInferRequest")
 
 
 class ParsedRequest(NamedTuple):
-    """An inference request: the model's name and version (empty if not given), and the head."""
+    """An inference request: the model's name, its version (empty if not given), and the request's head."""
 
     model: str
     version: str
@@ -57,7 +57,10 @@ class ParsedRequest(NamedTuple):
 
 
 def parse(text: bytes, sizes: tuple[int, ...]) -> ParsedRequest:
-    """Parse a message without raw_input_contents, whose sizes are in `sizes`. Raises WireError and FieldError."""
+    """Parse a ModelInferRequest from which raw_input_contents was removed. `sizes` are the bytes of each removed value.
+
+    Raises WireError and FieldError.
+    """
     try:
         message = _ModelInferRequest.FromString(text)
     except DecodeError:
@@ -106,7 +109,7 @@ def _output(entry: Any) -> Output:
 
 
 def _numbers(name: str, info: TensorInfo, contents: Any) -> NDArray[Any]:
-    """Return a tensor's numbers from the field for its datatype."""
+    """Return a tensor's numbers from `contents`, which has a field for each datatype. Raises FieldError."""
     if (field := CONTENTS.get(info.dtype)) is None:
         raise FieldError(name, f"{DATATYPE_OF[info.dtype]} must be sent as raw_input_contents")
     numbers = getattr(contents, field)
@@ -119,6 +122,6 @@ def _numbers(name: str, info: TensorInfo, contents: Any) -> NDArray[Any]:
 
 
 def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as JSON values. A parameter without a value is None."""
+    """Return protobuf parameters as JSON values, by name. A parameter without a value is None."""
     chosen = {name: parameter.WhichOneof("parameter_choice") for name, parameter in parameters.items()}
     return {name: choice and getattr(parameters[name], choice) for name, choice in chosen.items()}

@@ -35,7 +35,7 @@ SMALL_CALLS = 64  # calls allowed in addition to the queue limit, so that probes
 MOST_DETAILS = 1024  # maximum characters of an error, each up to three bytes: clients accept a few KiB of metadata
 _WHOLE = 1  # bit mask of compression algorithms: no compression, because gRPC does not limit the decompressed size
 
-# The gRPC status of each error code, by gRPC's names.
+# The gRPC status (its name in `grpc.StatusCode`) of each error code of the server.
 STATUSES = {
     "malformed_body": "INVALID_ARGUMENT",
     "malformed_head": "INVALID_ARGUMENT",
@@ -79,7 +79,7 @@ Behaviour = Callable[[object, Any], Awaitable[bytes]]
 
 
 class RpcReply(NamedTuple):
-    """The application's answer. `code` is the error code, or None."""
+    """The ASGI application's answer to a call. `code` is the error code, or None if there is no error."""
 
     status: int
     fields: dict[str, str]
@@ -88,10 +88,10 @@ class RpcReply(NamedTuple):
 
 
 class RpcServer:
-    """gRPC's server, whose methods call the application. `port` is the port it listens on."""
+    """gRPC's server, whose methods call the ASGI application. `port` is the port it listens on."""
 
     def __init__(self, app: ASGIApp, service: Service, statistics: Statistics) -> None:
-        """Raises OSError if it cannot listen."""
+        """Raises OSError if the server cannot listen on its port."""
         settings = self._settings = service.settings
         memory = Memory(settings, service.keys.locked, service.counts)
         self._server = grpc.aio.server(
@@ -159,7 +159,7 @@ def _infer(app: ASGIApp, memory: Memory) -> Behaviour:
 def _small(
     app: ASGIApp, service: Service, memory: Memory, method: Method, request_class: Any, answer_class: Any
 ) -> Behaviour:
-    """Return the behaviour of a method with a small message, which must arrive within the body timeout."""
+    """Return gRPC's handler of a method with a small message, which must arrive within `--body-timeout`."""
 
     async def behaviour(_: object, context: Any) -> bytes:
         hold = _hold(memory, owner=_owner(service, context))
@@ -206,7 +206,10 @@ def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
 
 
 def _owner(service: Service, context: Any) -> str:
-    """Return the name of the call's key, or ''. A call without a valid key is refused later, if it needs one."""
+    """Return the name of the call's API key, or '' without a valid key.
+
+    The application refuses a call without a valid key later, if its route needs a key.
+    """
     if not service.keys.locked:
         return ""
     try:
