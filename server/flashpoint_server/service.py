@@ -34,7 +34,7 @@ REPORT_SECONDS = 1.0  # seconds between two calls of `report`; each scrape of th
 
 
 class Service:
-    """The shared state of one application. `shared` names the directory that all its HTTP processes share."""
+    """The state that the routes of one HTTP process share. `shared` has the directory that all HTTP processes share."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
         self.settings = settings
@@ -43,7 +43,7 @@ class Service:
         self.engine = engines = Engines([self.metrics])
         self.traces: Traces | None = None
         if settings.otlp_endpoint:
-            from flashpoint_server.observability.traces import Traces  # needs an extra
+            from flashpoint_server.observability.traces import Traces  # needs the packages of the extra `otel`
 
             self.traces = Traces(settings.otlp_endpoint)
             engines.listeners.append(self.traces)
@@ -55,7 +55,8 @@ class Service:
         self.keys = Keyring(settings, shared)
         self.cache_ids = CacheIds(settings, shared)
         self.saved_ids = SavedIds(self.cache_ids)
-        # By serial: the length of a cache that this process has used, and the number of keys that the last call read.
+        # For each cache that this process has used, by the cache's serial number: its length, and the number of keys
+        # that the last call read from it.
         self.cache_lengths: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.sites = OriginPolicy(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
@@ -104,7 +105,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether `check_working` raises nothing."""
+        """Whether the server accepts new work: `check_working` raises no Refusal."""
         try:
             self.check_working()
         except Refusal:
@@ -119,7 +120,7 @@ class Service:
             await asyncio.sleep(REPORT_SECONDS)
 
     def report(self) -> None:
-        """Set the metrics of the present state: admitted requests, readiness and processes."""
+        """Set the metrics of this process's present state: admitted requests, readiness and process ids."""
         self.metrics.ready(self.ready)
         number = self._shared.process
         self.metrics.process(f"http-{number}", os.getpid())

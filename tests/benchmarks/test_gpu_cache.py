@@ -53,7 +53,7 @@ def test_an_entry_leads_to_its_own_files_wherever_it_is_unpacked(tmp_path: Path)
 def test_the_oldest_entries_are_left_out_and_files_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_PART_BYTES", 1 << 20)
     for n in range(8):
-        entry(tmp_path / "a", f"K{n}", 100_000, at=1000.0 + n)  # three files of random bytes: 0.3 MB
+        entry(tmp_path / "a", f"K{n}", 100_000, at=1000.0 + n)  # 0.3 MB when packed: its .ttir file is left out
     assert cache.pack(tmp_path / "a", tmp_path / "out", 2) == (6, 2)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["part-0.tar.gz", "part-1.tar.gz"]
     assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) <= 2 << 20

@@ -1,4 +1,4 @@
-"""A task that crashes, hangs or loses the device in a guarded process costs only its own result."""
+"""If a task crashes, hangs or loses the device in a guarded process, only the result of this task is lost."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_a_task_that_goes_wrong_ends_its_process_alone(tmp_path: Path) -> None:
         guard.close()
 
 
-@pytest.mark.full  # a test in test_gpu_run.py runs a command that uses a Pool
+@pytest.mark.full  # only `make test-full` runs this: a quicker test in test_gpu_run.py runs a command with a Pool
 def test_tasks_side_by_side_have_a_process_each_where_that_is_asked(tmp_path: Path) -> None:
     pool = Pool(Unruly(tmp_path / "notes"), 2)
     lengths = (16, Unruly.CRASHES, 32)
@@ -70,7 +70,7 @@ guard.ask("perform", of_length(Unruly.HANGS), 3600)
 
 @pytest.mark.slow
 def test_a_guarded_process_ends_with_the_one_that_asks(tmp_path: Path) -> None:
-    """When the parent process is killed, Linux kills the guarded process, even while it computes."""
+    """When the parent of a guarded process is killed, Linux kills the guarded process, even while it computes."""
     command = [sys.executable, "-c", ASKS, str(tmp_path / "notes")]
     asking = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, stdout=subprocess.PIPE)
     assert asking.stdout is not None

@@ -32,7 +32,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Rehearsal:
-    """Runs of the command, one after another, and their rows and notes."""
+    """Runs of `make gpu` on the fake device, one after another, the rows of their records, and the device's notes."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python, self.folder = python, folder
@@ -94,16 +94,17 @@ def test_the_tests_of_a_device_can_be_read_on_a_bare_machine(python: Path) -> No
     assert "torch_backend/test_fused.py" in process.stdout
 
 
-@pytest.mark.full  # test_gpu_run.py tests without a kill that a run continues from the rows of an earlier run
+# Only `make test-full` runs this. test_gpu_run.py tests, without kills, that a run continues from earlier rows.
+@pytest.mark.full
 @pytest.mark.parametrize(("kills", "stages"), [(2, ("tests", "papers")), (4, ("first", "tests", "papers"))])
 def test_no_measured_row_is_lost_whenever_the_command_is_killed(
     python: Path, tmp_path: Path, kills: int, stages: tuple[str, ...]
 ) -> None:
-    """The command is killed at random moments. Every second run continues in a new folder, as on a new machine."""
+    """`make gpu` is killed at random moments. Every second run continues in a new folder, as on a new machine."""
     seed = random.randrange(1 << 30)
     moments = random.Random(seed)
     rehearsal = Rehearsal(python, tmp_path)
-    in_flight: Counter[str] = Counter()  # measured but killed before the row was written
+    in_flight: Counter[str] = Counter()  # by key: measurements that ended before a kill, but have no row
     for number in range(kills):
         before = rehearsal.rows
         until = rehearsal.events + len(before) * bool(number % 2) + moments.randint(1, 12)
@@ -112,7 +113,7 @@ def test_no_measured_row_is_lost_whenever_the_command_is_killed(
         process = rehearsal.start(*stages)
         rehearsal.kill(process, until)
         rows = [json.dumps(row) for row in rehearsal.rows]
-        if len(rows) >= len(before):  # if not, it was killed before it had copied all earlier rows
+        if len(rows) >= len(before):  # otherwise the run was killed before it had copied all earlier rows
             assert [json.dumps(row) for row in before] == rows[: len(before)], f"seed {seed}"
         else:
             rehearsal.outs.pop()

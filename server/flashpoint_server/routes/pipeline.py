@@ -60,13 +60,13 @@ class Cleanup:
             while self._calls:
                 self._calls.pop()()
         finally:
-            if self._calls:  # a function has raised
+            if self._calls:  # a function has raised an exception: call the rest
                 self.__exit__(error)
 
 
 @dataclass(eq=False)
 class RouteRequest:
-    """One request in a route."""
+    """The state of a request while a route handles it."""
 
     service: Service
     exchange: Exchange
@@ -76,10 +76,10 @@ class RouteRequest:
     send: Send
     cleanup: Cleanup  # steps add functions, which are called when the request has ended
     query: str = ""
-    caller: Caller = field(init=False, repr=False)  # from `authorize`
-    device: DeviceInfo = field(init=False, repr=False)  # from `begin`, like `priority`
+    caller: Caller = field(init=False, repr=False)  # set by `authorize`
+    device: DeviceInfo = field(init=False, repr=False)  # set by `begin`, like `priority`
     priority: int = 0
-    permit: Permit | None = None  # from `admit`
+    permit: Permit | None = None  # set by `admit`
 
     def waiting_since(self) -> float | None:
         """Return when the body ended, in `time.monotonic` seconds; None before that, and once the answer has begun."""
@@ -87,7 +87,7 @@ class RouteRequest:
 
 
 Handler = Callable[[RouteRequest], Awaitable[None]]
-Numbers = Callable[[Spec], list[TensorInfo]]  # the outputs that the answer carries as text
+Numbers = Callable[[Spec], list[TensorInfo]]  # returns the outputs that the answer contains as text, not as bytes
 Computed = tuple[AttentionJob, JobResult]
 Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[Computed]]
 MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
@@ -95,7 +95,7 @@ MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
 @dataclass(eq=False)
 class Route:
-    """The ASGI application of one call. `handle` takes a request through the steps and sends the answer."""
+    """The ASGI application of one endpoint. `handle` takes a request through the steps and sends the answer."""
 
     service: Service
     handle: Handler
@@ -159,7 +159,7 @@ def limit(request: RouteRequest, given: Format) -> None:
 
 
 async def read(request: RouteRequest, given: Format) -> TensorMessage:
-    """Read the body as far as the format needs to parse the message. Raises Refusal."""
+    """Return the message, after reading as much of the body as its format needs for that. Raises Refusal."""
     limit(request, given)
     return await given.read(request.body, request.service.settings, request.service.codec)
 
@@ -183,7 +183,7 @@ def admit(request: RouteRequest, nbytes: int) -> Permit:
 
 
 def stage(request: RouteRequest, layout: Layout) -> Staging:
-    """Allocate staging memory until the request ends. Raises Refusal 413 and 429."""
+    """Return staging memory, which is released when the request ends. Raises Refusal 413 and 429."""
     staging = Staging.take(request.service.pool, layout)
     request.cleanup.callback(staging.release)
     return staging
@@ -207,14 +207,17 @@ async def attention(request: RouteRequest, direction: Direction, planners: Mappi
 
 
 async def compute(request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers) -> Computed:
-    """Plan, admit, stage and submit attention or its gradients. Raises Refusal and ClientGoneError."""
+    """Compute a plain call of attention or its gradients: plan, admit, stage and submit it.
+
+    Raises Refusal and ClientGoneError.
+    """
     plan = message.plan(direction, request.device, partial(choose, request.service.settings))
     return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes + plan.spec.output_bytes)
 
 
 @refuse_invalid()
 def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
-    """Return the backend for a problem. Raises Refusal 413 and 422."""
+    """Return the name of the backend for a problem, and check the problem's size. Raises Refusal 413 and 422."""
     backend = choose_backend(spec, device.choices)
     check_size(spec, device.memory, settings.sequence_limit)
     return backend
@@ -234,8 +237,8 @@ async def carry_out(
     """Admit, stage and submit a planned problem.
 
     `text` are the outputs to send as text, `nbytes` is the size of all staged tensors. `cache_ref` names the caches of
-    a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are the
-    fields `incarnation` and `lost` of `Job`. Raises Refusal and ClientGoneError.
+    a call over caches. `saved` gets the values of the index tensors, by name, and returns `AttentionCall.saved`.
+    `engine` are the fields `incarnation` and `lost` of `Job`. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
     spec, backend, price, device, options, _ = plan
@@ -251,7 +254,7 @@ async def carry_out(
     staging = stage(request, layout)
     await message.receive(body, staging.views(staging.inputs))
     index = staging.index()
-    if index and cache_ref is None:  # the index tensors in the body give the exact cost
+    if index and cache_ref is None:  # the index tensors have arrived, and with their values the cost is exact
         permit.correct(price_of(spec, backend, device, index))
     request.exchange.facts.update(backend=backend, shapes=layout.shapes)
     call = AttentionCall(spec.direction, options, backend, cache_ref, saved(index))
@@ -273,7 +276,10 @@ def make_job(request: RouteRequest, body: Any, staging: Staging, price: Price, k
 
 
 async def submit(request: RouteRequest, job: Job[Any]) -> JobResult:
-    """Return the engine's answer. Raises Refusal 504 at the deadline, and ClientGoneError if the client disconnects."""
+    """Submit a job and return the engine's answer.
+
+    Raises Refusal 504 at the deadline, and ClientGoneError if the client disconnects.
+    """
     direct = request.body.direct
     answer = request.service.engine.submit(job)
 

@@ -39,7 +39,7 @@ from flashpoint_server.routes.pipeline import (
 )
 
 _PROBLEM = tuple(name for name in INPUT_TENSORS if name not in ALL_ANSWERS)
-IN_FLOAT64 = 8  # bytes used per byte of a problem: for its float64 tensors, answers and gradients
+IN_FLOAT64 = 8  # bytes of memory needed per byte of a problem: for its tensors, answers and gradients in float64
 DRAWN_LIMIT = 1 << 16  # maximum bytes of a request that describes a problem to draw; most have a few hundred bytes
 
 
@@ -80,10 +80,11 @@ async def verify(request: RouteRequest) -> None:
 
 
 async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
-    """Send each VerifyProgress as an event, then the report. The answer starts with the first event.
+    """Send the newest VerifyProgress as an event whenever there is one, then the report.
 
-    While there is no progress, send a comment every HEARTBEAT_SECONDS. Only a write shows whether a client that has
-    ended its sending has also closed the connection: the client's system then answers with a reset.
+    The answer starts with the first event. Then send a comment after each HEARTBEAT_SECONDS without progress: if the
+    client has closed the connection, its system answers this write with a reset. Without a write, the server could not
+    tell this client from one that has only closed its sending direction.
 
     A verification that is refused before it runs has an error status; one that fails later ends with a problem event.
     Raises Refusal and ClientGoneError.
@@ -122,7 +123,7 @@ async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
             document = {"kind": "problem", "problem": refusal.document(request.exchange.request_id)}
             await _send_event(request, "problem", json.dumps(document).encode())
         except ClientGoneError:
-            if request.exchange.status is not None:  # the log line has the code, although the status is 200
+            if request.exchange.status is not None:  # status 200 is already sent, but the log line shows this code
                 request.exchange.code = "client_gone"
             raise
         else:
@@ -191,7 +192,7 @@ def _drawn(text: bytes) -> VerifyRequest | None:
 
 @refuse_invalid()
 def _spec_of(request: VerifyRequest) -> Spec:
-    """Return the spec of the problem to draw, to estimate its cost. Raises Refusal 422."""
+    """Return the `Spec` of the problem that the engine will draw, to estimate its cost. Raises Refusal 422."""
     shape = request.shape
     q = (shape.batch, shape.q_heads, shape.q_len, shape.head_dim)
     infos = {

@@ -1,4 +1,4 @@
-"""POST /attention over caches: find the engine that holds the caches, estimate the call's cost, and compute it."""
+"""POST /attention over KV caches on the server: find the engine that holds them, estimate the cost, and compute it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, c
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _CALL, _PLAN = "call over caches", "plan over caches"  # keys of `TensorMessage.derived`
-_MANY = 1 << 30  # the seconds of one (query, key) pair are the predicted seconds of this many pairs, divided by it
+_MANY = 1 << 30  # the seconds for one (query, key) pair are those predicted for this many pairs, divided by this number
 REMEMBERED = 1 << 16  # maximum number of caches whose lengths are stored, to estimate the costs of later calls
 
 
 async def compute_cached(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
-    """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
+    """Compute a call of attention over caches: plan, admit, stage and submit it. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     set_replica_header(request)
     cache_options, options = call = _call(message)
@@ -76,7 +76,7 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
         service.cache_lengths.move_to_end(one.serial)
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
-    assert request.permit is not None  # from `carry_out`
+    assert request.permit is not None  # set by `carry_out`
     request.permit.settle(plan.rates.price(lengths, sum(reads)))
     return job, answer
 
@@ -109,11 +109,11 @@ class _Rates(NamedTuple):
     batch: int  # number of sequences
     call: float  # seconds of a call without keys
     pair: float  # seconds for each pair of a query and a key
-    key: float  # seconds for reading each key
+    key: float  # seconds for reading each key and its value
 
     @classmethod
     def of(cls, spec: Spec, backend: str, device: DeviceInfo, width: int) -> _Rates:
-        """Return the rates on a backend. `width` is the number of bytes of each value in the caches."""
+        """Return the rates on a backend. `width` is the number of bytes of each number in the caches."""
         queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
         row = spec.kv_heads * (spec.head_dim + spec.value_dim) * width
 
@@ -125,7 +125,7 @@ class _Rates(NamedTuple):
         return cls(spec, queries, spec.batch, call, (seconds(_MANY) - call) / _MANY, key)
 
     def price(self, lengths: Sequence[int], reads: int) -> Price:
-        """Return the cost with caches of these lengths. `reads` is their number of keys; shared keys count once."""
+        """Return the cost with caches of these lengths. `reads` counts the keys to read; shared keys count once."""
         pairs = self.queries * (sum(lengths) + self.batch * self.queries)
         seconds = self.call + self.pair * pairs + self.key * reads
         return Price(min(flops_of(self.spec, pairs), MOST_FLOPS), seconds)
@@ -136,7 +136,7 @@ class _Plan(NamedTuple):
 
     spec: Spec
     options: Raw
-    left: int  # number of earlier keys that a single query attends to; −1 for all
+    left: int  # with one query per sequence: the number of earlier keys that it attends to; −1 for all
     backend: str
     layout: Layout
     rates: _Rates
@@ -150,7 +150,10 @@ class _CacheCall(NamedTuple):
 
 
 def _call(message: TensorMessage) -> _CacheCall:
-    """Return the checked options, cached with the message's head. Raises Refusal 422."""
+    """Return the checked options of a call. `message.derived` caches them for messages with the same head.
+
+    Raises Refusal 422.
+    """
     if message.derived is None:
         return _options(message)
     if (call := message.derived.get(_CALL)) is None:
@@ -159,7 +162,7 @@ def _call(message: TensorMessage) -> _CacheCall:
 
 
 def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
-    """Return the plan of the call, cached with the message's head if `call` is the cached one. Raises Refusal 422."""
+    """Return the plan of a call. `message.derived` caches it if it also contains `call`. Raises Refusal 422."""
     derived = message.derived if message.derived is not None and message.derived.get(_CALL) is call else {}
     plan: _Plan | None = derived.get(_PLAN)
     if plan is None or plan.device is not device or plan.layer != layer:
@@ -176,7 +179,7 @@ def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: D
 def _problem(
     inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int, available: Backends
 ) -> tuple[Spec, int, str]:  # fmt: skip
-    """Return the spec, `left` of the plan, and the backend. Raises ProblemError."""
+    """Return the problem for the backend, `_Plan.left`, and the backend's name. Raises ProblemError."""
     infos = dict(inputs)
     spec = plan_cached(infos, options, layer, caches)
     options, left = _for_single_queries(spec)
@@ -195,10 +198,10 @@ def _options(message: TensorMessage) -> _CacheCall:
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
-    """Return equivalent options, and the number of earlier keys that a single query attends to; −1 for all.
+    """Return the options for the backend, and the number of earlier keys that each query attends to; −1 for all.
 
-    The window of a single query is a range of keys, which the engine can select. The backend then needs no mask. The
-    options of other calls stay as they are, with −1.
+    If each sequence has one query, a window is a range of keys. The engine then passes only these keys to the backend,
+    so the returned options have no window and are not causal. For other calls, return their own options, and −1.
     """
     options = spec.options
     one = not spec.ragged and spec.q_len == 1 and options.causal_alignment == "bottom_right"
@@ -217,16 +220,17 @@ def set_replica_header(request: RouteRequest) -> None:
 
 
 def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
-    """Return the decoded ids of caches, all on one engine. Errors name them by `fields`, or else as `caches.0` ….
+    """Return the decoded ids of caches, which must all be on one engine of this replica.
 
-    Raises Refusal 404, 410, 421, 422 and 503.
+    Errors name a cache by its entry in `fields`; without `fields`, as `caches.0`, `caches.1` and so on. Raises Refusal
+    404, 410, 421, 422 and 503.
     """
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
     own_replica = service.cache_ids.replica
     only = ids[0] if len(ids) == 1 else None
     if only is not None and only.replica == own_replica and service.engine.holder(only.incarnation):
-        return [only]  # most calls need no more checks
+        return [only]  # most calls end here: one valid cache
     known = [one for one in ids if one is not None]
     here = {one.incarnation for one in known if one.replica == own_replica}
     there = {incarnation: service.engine.holder(incarnation) for incarnation in here}

@@ -1,4 +1,4 @@
-"""POST /attention with `save` saves a forward; POST /attention/grad with `saved` computes its gradients."""
+"""POST /attention with `save` stores the forward pass on the server; POST /attention/grad with `saved` uses it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def _options(message: TensorMessage) -> Options:
 
 
 def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
-    """Raise Refusal 413 or 429 for a forward that does not fit, before its body is read."""
+    """Raise Refusal 413 or 429 if the memory or the key's quota has no room for a forward of `size` bytes.
+
+    This is called before the body is read.
+    """
     engines, limit = request.service.engine, request.service.settings.cache_bytes
     if size > limit:
         raise Refusal("work_too_large", f"a saved forward of {size} bytes exceeds the server's limit of {limit}")
@@ -111,7 +114,7 @@ async def compute_recalled(request: RouteRequest, message: TensorMessage, number
 
 
 def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
-    """Return the cost of the gradients. The number of FLOPs is exact if the id contains the forward's extent."""
+    """Return the cost of the gradients. It is exact if the id has the forward's number of (query, key) pairs."""
     if one.extent is None:
         return price_of(spec, backend, device)
     flops = flops_of(spec, one.extent.pairs)

@@ -1,4 +1,4 @@
-"""Describe in OpenAPI the plain ASGI routes, which FastAPI does not know: both formats, and the errors."""
+"""Describe in OpenAPI the plain ASGI routes, which FastAPI does not know: JSON, safetensors, and the errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TAGS = {
     "verify and benchmark": "Check answers against float64, and time a grid of problems while other requests run.",
     "status": "Get health, versions, limits and metrics.",
     "Open Inference Protocol": "Make the same calls with `tritonclient` or KServe's clients.",
-}  # in the order of /docs
+}  # descriptions of the tags, in their order in /docs
 _HEADERS = {
     "X-Request-Id": "The request's id; if the request had none, the server made it.",
     "X-Backend": "The backend that ran.",
@@ -81,7 +81,7 @@ _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key is needed only
 
 
 def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, Any]], None]) -> None:
-    """Make `app.openapi` also describe `paths`, /verify, /caches and /saved. `add` adds other paths to the document."""
+    """Make `app.openapi` also describe `paths`, /verify, /caches and /saved. `add` adds more paths to the document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
 
 
 def _over_caches(request: dict[str, Any]) -> dict[str, Any]:
-    """Add the options of caches to a request's schema; k and v are then optional."""
+    """Add `save` and the options of calls with caches to a request's schema; with caches, k and v are optional."""
     of: dict[str, Any] = {name: {"description": row.text} for name, row in CACHE_OPTIONS.items()}
     of["caches"] |= {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_CACHES}
     of["layer"] |= {"type": "integer", "minimum": 0, "default": 0}
@@ -211,7 +211,7 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
 def _verification() -> dict[str, Any]:
     """Return the operation of /verify: two kinds of request, one report."""
     ours = _operation("forward", stored=False)
-    # /verify answers only in JSON
+    # /verify answers in JSON, or with events if Accept names them, so it never sends not_acceptable
     errors = problems(*(c for c in _ERRORS if c != "not_acceptable"), **_DETAILS["verify"])
     kinds = {"oneOf": [reference("VerifyRequest"), reference("VerifyTensors")]}
     ours["requestBody"]["content"][jsonwire.MEDIA_TYPE] = {"schema": kinds, "examples": examples.VERIFY}

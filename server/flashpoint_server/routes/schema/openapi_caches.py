@@ -33,7 +33,7 @@ _EACH = (
 _BODY = ("malformed_body", "body_timeout", "body_too_large", "unsupported_media_type")
 _CACHE = ("cache_not_found", "cache_lost", "cache_elsewhere")
 _SAVED = ("saved_not_found", "saved_lost", "cache_elsewhere")
-_NEW = ("cache_memory", "work_too_large")  # errors of calls that need memory
+_NEW = ("cache_memory", "work_too_large")  # errors of calls that allocate memory for caches
 _OFF = "this server has no caches and saved forwards: --cache-bytes is 0"
 _IS_NO_NUMBER = "X-Timeout-Ms: must be a positive integer of milliseconds"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -51,7 +51,7 @@ _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum
 
 
 class CacheRow(NamedTuple):
-    """An operation: its models, its error codes beyond those of all operations, an example of invalid_request."""
+    """An operation. `codes` are errors that not all operations have; `wrong` is the detail of an invalid_request."""
 
     method: str
     path: str
@@ -92,7 +92,7 @@ _CALLS = (
 
 
 def add(document: dict[str, Any]) -> None:
-    """Add the operations and their schemas to an OpenAPI document."""
+    """Add the operations of /caches and /saved, and their schemas, to an OpenAPI document."""
     schemas = document["components"]["schemas"]
     for model in _MODELS:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -110,7 +110,7 @@ def add(document: dict[str, Any]) -> None:
 
 
 def _add_tensors(append: dict[str, Any]) -> None:
-    """Add the body of an append, which takes tensors in both formats."""
+    """Add the request body to the operation POST /caches/{id}/append. It has tensors in JSON or safetensors."""
     properties = {
         **dict.fromkeys(("k", "v"), reference("JsonTensor")),
         "dtype": {"enum": list(jsonwire.DTYPES), "default": "float32"},

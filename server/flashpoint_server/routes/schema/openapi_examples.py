@@ -1,4 +1,4 @@
-"""The example requests of /docs. Each is valid as it stands."""
+"""The example requests of /docs. Each can be sent unchanged."""
 
 from __future__ import annotations
 

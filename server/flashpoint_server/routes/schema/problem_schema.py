@@ -98,12 +98,12 @@ def problems(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
 
 
 def text_headers(texts: dict[str, str]) -> dict[str, Any]:
-    """Return header fields of a response in OpenAPI, from their descriptions."""
+    """Return header fields of an OpenAPI response. `texts` are their descriptions by name."""
     return {name: {"schema": {"type": "string"}, "description": text} for name, text in texts.items()}
 
 
 def reference(name: str) -> dict[str, Any]:
-    """Return a reference to the schema with this name."""
+    """Return an OpenAPI reference to the schema with this name."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 

@@ -48,9 +48,9 @@ from flashpoint_server.routes.pipeline import (
 from flashpoint_server.routes.tensors.cache_schema import CacheRequest, DeleteRequest, ForkRequest, TruncateRequest
 from flashpoint_server.service import Service
 
-REQUEST_LIMIT = 8 << 20  # bytes of JSON; enough for thousands of ids
+REQUEST_LIMIT = 8 << 20  # maximum bytes of a JSON body; enough for thousands of ids
 LITTLE = Price(0, 1e-5)  # the estimated cost of a call that computes no attention
-MOST_MADE = 1 << 17  # maximum layers of all caches that one call creates
+MOST_MADE = 1 << 17  # maximum number of layers in all caches that one call creates
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
@@ -225,7 +225,7 @@ async def tensors(request: RouteRequest) -> None:
     }
     if sizes.quantized:
         outputs |= {name: TensorInfo(dtype, (sizes.kv_heads, count)) for name in ("k_scale", "v_scale")}
-    assert request.permit is not None  # `_ask` has admitted the request, before the tensors' size was known
+    assert request.permit is not None  # set by `_ask`, which admitted the request before the tensors' size was known
     request.permit.hold(sum(info.nbytes for info in outputs.values()))
     staging = stage(request, Layout.of([], outputs))
     await _ask(request, one.incarnation, bodies.ExportTokens(layer, first, length), [one], staging)
@@ -236,7 +236,7 @@ async def tensors(request: RouteRequest) -> None:
 
 
 def _layer(request: RouteRequest, one: CacheId) -> int:
-    """Return the layer in the query, by default 0. Raises Refusal 422."""
+    """Return the layer in the query string, by default 0. Raises Refusal 422."""
     given = parse_qs(request.query, keep_blank_values=True)
     if unknown := [name for name in given if name != "layer"]:
         raise invalid([(name, "unknown parameter; known is layer") for name in unknown])
@@ -252,14 +252,15 @@ async def _read(request: RouteRequest, model: type[M]) -> M:
 
 
 def _named(request: RouteRequest) -> CacheId:
-    """Return the decoded id in the path. Raises Refusal 404, 410 and 503."""
+    """Return the decoded id in the path. Raises Refusal 404, 410, 421 and 503."""
     return found_caches(request, [request.exchange.path.split("/")[2]])[0]
 
 
 def _engine_for(request: RouteRequest) -> int:
-    """Return the incarnation of the engine for new caches; it depends on the idempotency key. Raises Refusal 503.
+    """Return the incarnation (unique number) of the engine that shall create new caches. Raises Refusal 503.
 
-    So a repeated call reaches the same engine. Without a key, the engine with the fewest stored bytes is chosen.
+    The idempotency key determines the engine, so that a repeated call reaches the same one. Without a key, it is the
+    engine with the fewest stored bytes.
     """
     engines = request.service.engine.incarnations()
     if not engines:
@@ -276,7 +277,9 @@ async def _ask(
     ids: Sequence[CacheId] = (),
     staging: Staging | None = None,
 ) -> Sequence[CacheRecord]:
-    """Send an operation to an engine, with the tensors in `staging`. Return the records of the answer's caches.
+    """Send an operation on the caches `ids` to an engine, and return the records of caches in its answer.
+
+    `staging` has the operation's tensors, if any.
 
     Raises Refusal and ClientGoneError.
     """

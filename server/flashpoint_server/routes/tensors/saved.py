@@ -1,4 +1,4 @@
-"""/saved: list, describe and delete saved forwards, which the server keeps for their gradients."""
+"""/saved: list, describe and delete saved forwards: forward passes that the server stores for later gradients."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from flashpoint_server.routes.timing import pictures
 from flashpoint_server.routes.timing.benchmark_state import Benchmarks, KnownBenchmark, no_such_benchmark
 from flashpoint_server.service import Service
 
-CANCEL_SECONDS = 5.0  # maximum wait for a running slice, which cannot be interrupted
+CANCEL_SECONDS = 5.0  # maximum wait for a benchmark's running slice, which cannot be interrupted
 
-REQUEST_LIMIT = 1 << 16  # bytes; enough for hundreds of shapes
+REQUEST_LIMIT = 1 << 16  # maximum bytes of a request's body; enough for hundreds of shapes
 _CONTENT = {"schema": reference("BenchmarkRequest"), "examples": openapi_examples.BENCHMARK}
 _BODY = {"requestBody": {"required": True, "content": {jsonwire.MEDIA_TYPE: _CONTENT}}}
-# Another format is answered with 404.
+# The format of a plot, in its path. The server answers 404 for a format that is not in the enum.
 PictureFormat = Annotated[str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})]
 _READ = ("unauthorized", "forbidden", "cross_site", "not_found", "invalid_request")
 _STARTED = (
@@ -62,7 +62,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_BODY)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """The benchmark runs in short slices. Between them the device serves other requests."""
-        caller = service.admit(Exchange.of(request.scope), "benchmark")  # before the body is read
+        caller = service.admit(Exchange.of(request.scope), "benchmark")  # first, so that a refused body is not read
         check_json(request.headers)
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         benchmark_request = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)

@@ -28,12 +28,12 @@ from flashpoint_server.refusal import Refusal, invalid
 
 # A case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest.
 MEMORY_SHARE = 8
-NEWS_SECONDS = 0.25  # maximum wait for the news of a benchmark that another HTTP process has started
-OPENING_SECONDS = 10.0  # maximum wait until an engine accepts a job; it may be in a launch
+NEWS_SECONDS = 0.25  # maximum wait for the engine's message about a benchmark that another HTTP process has started
+OPENING_SECONDS = 10.0  # maximum wait until an engine accepts a benchmark; the engine may be in a launch
 
 
 class KnownBenchmark:
-    """One benchmark: its engine, its job and its events."""
+    """A benchmark that an engine has accepted: its engine, its state (`job`) and its events."""
 
     def __init__(self, engine: Engine, opened: JobOpened) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class KnownBenchmark:
 
     def add(self, event: BenchmarkEvent) -> None:
         if self.events and event.id <= self.events[-1].id:
-            return  # a repeated event
+            return  # this event arrived before
         self.events.append(event)
         self.job = self.job.after(event)
         self._more.set()
@@ -106,9 +106,9 @@ class Benchmarks(Listener):
         self._heard = asyncio.Event()
 
     async def get(self, name: str) -> KnownBenchmark:
-        """Return the benchmark with the id `name`. Wait for it, as another HTTP process may just have started it.
+        """Return the benchmark with the id `name`. Raises Refusal 404.
 
-        Raises Refusal 404.
+        Wait up to NEWS_SECONDS for an unknown id, because another HTTP process may just have started the benchmark.
         """
         try:
             async with asyncio.timeout(NEWS_SECONDS):
@@ -163,7 +163,10 @@ class Benchmarks(Listener):
                 self._known[news.job].add(EVENT.validate_json(news.event))
 
     def _drop_old(self) -> None:
-        """Remove benchmarks that ended long ago. A live engine announces this itself, but a dead one does not."""
+        """Remove benchmarks that ended over `benchmark_keep` seconds ago.
+
+        A running engine reports that it drops a benchmark (JobDropped), but one that has died cannot.
+        """
         now = datetime.datetime.now(datetime.UTC)
         for name, benchmark in list(self._known.items()):
             ended = benchmark.job.ended
@@ -171,7 +174,7 @@ class Benchmarks(Listener):
                 del self._known[name]
 
     def lost(self, engine: Engine) -> None:
-        """Called when the engine dies. Mark its unfinished benchmarks as failed."""
+        """Mark the unfinished benchmarks of an engine that has died as failed."""
         for benchmark in self._known.values():
             if benchmark.engine is engine and not benchmark.over:
                 last = benchmark.events[-1].id if benchmark.events else 0
@@ -179,7 +182,7 @@ class Benchmarks(Listener):
                 benchmark.add(StateEvent(id=last + 1, state="failed", at=at, error="the engine died"))
 
     def _check(self, request: BenchmarkRequest, device: DeviceInfo) -> None:
-        """Raise Refusal 422 if the request exceeds a limit."""
+        """Raise Refusal 422 if the request exceeds a limit or names a backend twice."""
         settings, what = self._settings, "preset" if request.preset else "shapes"
         case_limit = settings.benchmark_cases
         if len(set(request.backends)) < len(request.backends):

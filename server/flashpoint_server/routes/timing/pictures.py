@@ -10,7 +10,7 @@ MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png"}
 
 
 def draw(job: str, kind: PlotKind, format: str, theme: PlotTheme) -> bytes:
-    """Return the plot of a BenchmarkJob, which is given as JSON. Raises ValueError if it has no row to show."""
+    """Return the plot of the BenchmarkJob that `job` contains as JSON. Raises ValueError if it has no row to show."""
     (registered,) = entry_points(group="flashpoint.pictures", name="benchmark")
     picture: bytes = registered.load()(BenchmarkJob.model_validate_json(job), kind, format, theme)
     return picture
