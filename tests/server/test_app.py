@@ -25,7 +25,7 @@ def test_unknown_addresses_404_and_methods_405(server):
     answer = post(server, "/health/live", b"")
     problem(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "GET, HEAD"
-    for path in ("/attention", "/benchmark/none/events"):  # the first has no GET, the second an endless one
+    for path in ("/attention", "/benchmark/none/events"):  # no GET; a GET that answers with a stream of events
         assert ask(server, path, "HEAD").status == 405
 
 
@@ -33,7 +33,8 @@ def test_unknown_addresses_404_and_methods_405(server):
 def test_head_is_get_without_a_body(server, path):
     whole, head = ask(server, path), ask(server, path, "HEAD")
     assert (head.status, head.body) == (200, b"")
-    changing = ("date", "content-length", "x-request-id")  # these differ between answers, as counts change
+    # Headers that may differ between two answers; the length differs because bodies contain changing counts.
+    changing = ("date", "content-length", "x-request-id")
     assert {n: v for n, v in head.headers.items() if n not in changing} == {
         n: v for n, v in whole.headers.items() if n not in changing
     }

@@ -1,4 +1,4 @@
-"""The autoscaling policy for Ray Serve computes the number of replicas from the numbers of requests and the waits."""
+"""The autoscaling policy for Ray Serve computes the number of replicas from the requests and their waiting times."""
 
 from types import SimpleNamespace
 
@@ -13,12 +13,12 @@ from flashpoint_server.autoscaling import WAITING, OngoingAndWaiting
         (2, 20, [0, 0], 2),  # each replica has ten requests, the target
         (2, 60, [0, 0], 6),
         (2, 5, [0.1, 0.1], 0.5),
-        (2, 20, [0.75, 0.75], 3),  # few but long requests
+        (2, 20, [0.75, 0.75], 3),  # the mean wait is 1.5 times the target
         (2, 20, [1.5, 0], 3),
         (2, 20, [60, 60], 4),  # the policy at most doubles the replicas
         (4, 0, [0, 0, 0, 0], 0),
         (1, 10, None, 1),  # no replica has reported yet
-        (0, 0, None, 3),  # without replicas, the policy uses Ray's target
+        (0, 0, None, 3),  # without replicas, the policy returns Ray's current target
     ],
 )
 def test_replicas_are_as_many_as_requests_and_waits_want(replicas, requests, waits, wanted):

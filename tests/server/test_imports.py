@@ -1,4 +1,4 @@
-"""The HTTP process never imports torch or the clients, and imports gRPC only if gRPC is used."""
+"""The HTTP process never imports torch or the client package, and imports gRPC only if gRPC is used."""
 
 import importlib.util
 import subprocess

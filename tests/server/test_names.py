@@ -4,7 +4,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Class names that are in use twice: FieldError, because OpenAPI shows it; Exchange, because the client's is private.
+# Class names of the server that the client or the contract may also have: FieldError is the name of a schema in
+# /openapi.json, and Exchange is private in the client.
 SHARED = {"FieldError", "Exchange"}
 
 

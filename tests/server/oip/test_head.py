@@ -1,4 +1,7 @@
-"""The JSON head of an infer request: tensors as numbers or as bytes behind it, its length, and errors about it."""
+"""An infer request begins with a JSON head. Tensors are numbers in the head or bytes after it; a wrong head is refused.
+
+The header Inference-Header-Content-Length gives the length of the head.
+"""
 
 import json
 import socket
@@ -42,7 +45,7 @@ def test_inputs_in_numbers_and_in_bytes_may_be_mixed(url, numbers):
 
 
 def test_numbers_that_are_not_finite(url):
-    """-Infinity is accepted as a string and as the literal that Python's json writes. Answers have the string."""
+    """A request may write -∞ as the string "-Infinity" or as the literal of Python's json; an answer has the string."""
     mask = torch.zeros(S, S).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
     tensors = {**SMALL, "attn_mask": mask}
     head, data = request(tensors, numbers=["attn_mask"], parameters={"binary_data_output": True})

@@ -1,4 +1,4 @@
-"""An infer request has the same bits, options, API keys, limits and deadlines as the other routes."""
+"""The infer routes give the same bits as the other routes, with the same options, API keys, limits and deadlines."""
 
 import json
 

@@ -17,7 +17,7 @@ SMALL = problem()
 
 @pytest.mark.parametrize("coding", PACK)
 def test_compressed_requests(url, coding):
-    """Compressed requests work. The header with the length of the JSON gives its length before compression."""
+    """Compressed requests work; Inference-Header-Content-Length is then the length of the head before compression."""
     expected = truth(SMALL)["o"]
     parameters = {"binary_data_output": True}
     near(infer(url, "attention", SMALL, coding=coding, parameters=parameters).tensors["o"], expected, 2e-6)

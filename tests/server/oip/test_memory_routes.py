@@ -26,9 +26,10 @@ KEY = dict(ALL)
 
 @contextlib.contextmanager
 def running(held):
-    """Start a request with tensors in shared memory, whose launch waits at a gate until the block ends or opens it.
+    """Start a request with tensors in shared memory, which the engine begins to compute when the `with` block ends.
 
-    Yield the memory, its key, the path of its region, the future of the answer, and the expected output.
+    The block can let the engine compute it earlier, by creating the file `held.gate("gate")`. Yield the shared memory,
+    its key, the path of its region's routes, the future of the answer, and the expected output.
     """
     tensors = problem()
     nbytes = len(raw(tensors["q"]))

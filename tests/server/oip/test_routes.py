@@ -84,7 +84,7 @@ def test_shared_memory_is_off_by_default(server):
 
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 def test_what_is_off_has_no_regions_and_unregisters_nothing(server, kind):
-    """A server without shared memory lists no regions, and accepts that Triton's clients unregister some."""
+    """Without shared memory, a server lists no regions, and answers 200 to Triton's clients that unregister regions."""
     path = f"/v2/{kind}sharedmemory"
     assert call(server.url, "GET", f"{path}/status").head == []
     for of in ("", "/region/any"):

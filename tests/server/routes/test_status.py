@@ -35,7 +35,7 @@ def test_info_says_what_it_is(server):
     assert info["backends"] == ["torch", "tiled", "reference"]
     assert info["device"]["name"] == "cpu"
     assert info["versions"]["torch"] == torch.__version__
-    assert "softcap" in info["options"]["torch"]  # the kernels in C support it
+    assert "softcap" in info["options"]["torch"]  # the C kernels of backend torch support it
     assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["torch"])
     assert info["limits"]["body_bytes"] == 1 << 30
     nothing_inside(server)  # this helper reads `load` of /info

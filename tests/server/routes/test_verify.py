@@ -32,7 +32,7 @@ def test_a_verification_tells_how_far_it_is(client):
     report = client.verify(shape=SHAPE, seed=3, progress=results.append)
     assert report.tensors == client.verify(shape=SHAPE, seed=3).tensors
     assert (results[0].done, results[0].stage, results[0].direction) == (0, "backend", "forward")
-    assert {at.total for at in results} == {6}  # two backend calls; float64 and torch, forward and backward
+    assert {at.total for at in results} == {6}  # forward and backward, of the backend, float64 and torch
     assert all(a.done < b.done for a, b in itertools.pairwise(results))
 
 
@@ -53,7 +53,10 @@ def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
 
 
 def test_a_verification_that_nobody_waits_for_ends_between_two_blocks(gated):
-    """If the client of a running verification leaves, no further block starts, and another verification can run."""
+    """If the client of a running verification disconnects, no further block starts, and another verification can run.
+
+    A block is one call of the backend, or some queries of all heads of a sequence.
+    """
     name = "step-left"
     drawn = json.dumps({"shape": SHAPE}).encode()
     gated.gate("step").unlink(missing_ok=True)
@@ -68,7 +71,7 @@ def test_a_verification_that_nobody_waits_for_ends_between_two_blocks(gated):
 
 def test_a_deadline_that_passes_behind_the_first_event_ends_the_stream_with_a_problem(gated):
     drawn = json.dumps({"shape": SHAPE}).encode()
-    for doubling in range(8):  # until a deadline is long enough to reach the first event
+    for doubling in range(8):  # double the deadline until the first event comes before it
         name = f"step-late-{doubling}"
         gated.gate("step").unlink(missing_ok=True)
         try:

@@ -93,7 +93,7 @@ def test_8_bit_caches_take_and_give_the_dtype_of_q(cache_server, dtype):
     torch.testing.assert_close(answer.tensors["o"].float(), attention(q, **stands), rtol=2e-2, atol=2e-2)
     text = {"q": q[0].tolist(), "caches": [one], "dtype": "float16"}
     assert posted(cache_server, "/attention", {**text, "q": [q[0].tolist()]}).status == 200
-    assert attended(cache_server, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # float32 after other types
+    assert attended(cache_server, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # replaces bfloat16 tokens
     moved = ask(cache_server, f"/caches/{one}/tensors", **bearer("alice")).tensors
     for name in ("k", "v"):
         assert torch.equal(moved[name], dequantize(stands[name], stands[f"{name}_scale"]))
@@ -183,7 +183,7 @@ def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neigh
 
 
 def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_call_without_a_cache(cache_server):
-    """Calls over forks have the bits of calls without caches, in one call over all forks and in concurrent calls."""
+    """One call over all forks of a cache, and concurrent calls over them, have the bits of calls without caches."""
     k, v = (normal(1, HK, 1030, D, seed=seed) for seed in (1, 2))
     q, own_k, own_v = (normal(8, heads, 2, D, seed=3 + heads) for heads in (HQ, HK, HK))
     expected = []
@@ -247,7 +247,10 @@ def test_refusals_name_the_field(cache_server):
 
 
 def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(cache_server):
-    """The server caches the plans of heads. A plan is not used for another API key, other options or other lengths."""
+    """The server caches the plan of a safetensors head, and reuses it for later requests with an equal head.
+
+    The cached plan gives no access to caches of another API key, and answers follow the current length of the cache.
+    """
     (one,), (k, v), q = created(cache_server), kv(3, 0), normal(1, HQ, 3, D, seed=1)
     body = message({"q": q, "k": k, "v": v}, caches=[one], causal=True)
     for length in (3, 6):
@@ -256,7 +259,7 @@ def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(cache_serv
     problem(post(cache_server, "/attention", body, **bearer("bob")), 404, "cache_not_found")
     keys, values = (torch.cat([tensor, tensor], 2) for tensor in (k, v))
     for query, options in ((q, {}), (q[:, :, :1], {}), (q, {"causal": True}), (q[:, :, :1], {"scale": 0.5})):
-        for _ in range(2):  # the second answer uses the cached head
+        for _ in range(2):  # the second request has the same head, so it uses the cached plan
             answer = post(cache_server, "/attention", message({"q": query}, caches=[one], **options), **bearer("alice"))
             expected = attention(query, keys, values, **options)
             torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
@@ -295,7 +298,10 @@ def test_a_repeated_write_has_the_seed_of_the_first(cache_server):
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_memory_that_had_another_owner_tells_nothing(cache_server, backend, masked):
-    """Memory of a deleted cache is full of NaN, and answers over a new cache in it have none: no old number is read."""
+    """A new cache in the memory of a deleted one never shows the deleted numbers.
+
+    The deleted cache is full of NaN, so that an answer over the new cache would be NaN if an old number was read.
+    """
     (one,) = created(cache_server)
     for layer in range(SHAPE["layers"]):
         assert (

@@ -1,4 +1,4 @@
-"""Gradients of a saved forward have the bits of a call that sends all tensors.
+"""Gradients of a saved forward have the same bits as those of a call that sends all tensors.
 
 An invalid call about a saved forward gets 422, and its first error names the field that is wrong or missing.
 """

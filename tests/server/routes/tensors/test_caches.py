@@ -1,4 +1,4 @@
-"""By /caches, an API key creates, forks, lists, reads and deletes its caches, and no others, within limits."""
+"""With /caches, an API key creates, forks, lists, reads and deletes only its own caches, within limits."""
 
 import concurrent.futures
 import contextlib
@@ -85,7 +85,10 @@ def test_a_key_is_held_to_its_quota_and_all_keys_to_the_memory(cache_server):
 
 @pytest.mark.slow
 def test_tensors_are_read_as_one_request(start_server, tmp_path):
-    """Reading the tensors of a cache is one request, as limits allow only one, and its bytes count for the API key."""
+    """Reading all tensors of a cache counts as one request, and their bytes count for the API key's bytes_per_second.
+
+    The server allows only one request at a time, so the read fails if it counts as more.
+    """
     limits = {"rights": ["attention"], "concurrent": 1, "bytes_per_second": 200_000}
     digest = hashlib.sha256(KEYS["alice"].encode()).hexdigest()
     file = tmp_path / "keys.toml"
@@ -100,7 +103,7 @@ def test_tensors_are_read_as_one_request(start_server, tmp_path):
         answers.append(ask(server, f"/caches/{one}/tensors", **bearer("alice")))
         return answers[-1].status == 200
 
-    wait_for(read, lambda: answers[-1], seconds=10)  # first the rate limit must recover from the written tokens
+    wait_for(read, lambda: answers[-1], seconds=10)  # after the append, the rate limit must recover
     assert "bytes a second" in problem(ask(server, f"/caches/{one}", **bearer("alice")), 429, "key_limit")["detail"]
 
 
@@ -133,7 +136,7 @@ def test_a_cache_of_an_engine_that_died_is_lost_and_one_of_no_engine_never_was(h
     os.kill(pid, signal.SIGKILL)
 
     def lost():
-        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # both HTTP processes answer
+        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # from both HTTP processes
         with contextlib.suppress(KeyError):
             return all(answer.json["code"] == "cache_lost" for answer in answers)
 
@@ -198,7 +201,8 @@ def test_a_key_that_uses_up_its_quota_is_refused_alone(cache_server):
         filled += [cache["id"] for cache in answer.json.get("caches", [])]
     problem(answer, 429, "key_limit")
     assert appended(cache_server, filled[0], *kv(1000, 1), "carol").status == 200
-    problem(posted(cache_server, "/caches/fork", {"caches": filled[:1]}, "carol"), 429, "key_limit")  # counts in full
+    # For the quota, a fork counts all bytes of its tokens, although it shares their memory with its source.
+    problem(posted(cache_server, "/caches/fork", {"caches": filled[:1]}, "carol"), 429, "key_limit")
     for name in ("alice", "bob"):
         (one,) = created(cache_server, name, max_length=1024)
         assert appended(cache_server, one, *kv(5, 1), name).status == 200
@@ -211,7 +215,10 @@ def test_a_key_that_uses_up_its_quota_is_refused_alone(cache_server):
 
 @pytest.mark.slow
 def test_a_creation_that_its_engine_had_not_begun_may_be_sent_again(start_server):
-    """A creation and a list that an engine had not started when it died get 503, and not "cache lost": retries work."""
+    """If an engine dies before it starts POST /caches or GET /caches, the answer is 503, and not 410 `cache_lost`.
+
+    So the client may send the request again.
+    """
     server = start_server()
     os.kill(server.engine_pid, signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

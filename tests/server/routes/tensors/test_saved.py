@@ -1,4 +1,4 @@
-"""/saved lists, describes and deletes saved forwards. They have limits, and are lost with their engine or owner."""
+"""/saved lists, describes and deletes saved forwards. They have limits, and end with their engine or API key."""
 
 import os
 import signal
@@ -82,7 +82,10 @@ def test_memory_is_the_callers_with_that_of_caches(saved_server):
 
 
 def forward_and_delete(server):
-    """Return whether a forward can be saved again; delete it. An HTTP process may learn late of freed memory."""
+    """Save a forward and delete it again; return whether both requests succeeded.
+
+    Saving can fail for a moment after other forwards were deleted: an HTTP process learns of freed memory with delay.
+    """
     answer = forward(server, qkv(length=200), save=True)
     return answer.status == 200 and delete(server, saved_of(answer)).status == 204
 
@@ -117,7 +120,7 @@ def test_what_an_engine_held_is_lost_with_it_and_with_its_owner(start_server, tm
     os.kill(server.engine_pid, signal.SIGKILL)
 
     def lost():
-        answers = [gradient(server, do, saved=one) for _ in range(6)]  # both HTTP processes answer
+        answers = [gradient(server, do, saved=one) for _ in range(6)]  # from both HTTP processes
         return all(answer.status == 410 for answer in answers)
 
     wait_for(lost, lambda: "it is not lost")

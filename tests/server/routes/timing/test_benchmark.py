@@ -1,4 +1,4 @@
-"""API keys with the permission start, watch, draw and cancel benchmarks, within limits. Results stay readable."""
+"""API keys with the right `benchmark` start, watch, plot and cancel benchmarks, within limits. Results are kept."""
 
 import json
 
@@ -27,14 +27,14 @@ def test_rights_to_verify_and_to_time(strict):
     problem(post(strict, "/attention", GOOD, authorization="Bearer verifier"), 403, "forbidden")
 
 
-ENDLESS = {  # 1,000 calls of each case take minutes
+ENDLESS = {  # lasts for minutes: no case reaches the precision, so each runs 1,000 calls
     "shapes": [{"batch": 4, "q_heads": 4, "q_len": 1024, "head_dim": 32}] * 3,
     "max_seconds": 500.0, "relative_precision": 1e-9, "backends": ["naive"],
 }  # fmt: skip
 
 
 def cancel(server, job, key):
-    """Cancel a benchmark, and wait for its end: the slice that runs may end after the answer."""
+    """Cancel a benchmark, and wait until it has ended: its current measurement may continue after the answer."""
     where, given = job.headers["location"], {"authorization": f"Bearer {key}"}
     assert ask(server, where, "DELETE", **given).status == 200
     wait_for(lambda: ask(server, where, **given).json["state"] == "cancelled", lambda: "it goes on")
