@@ -68,7 +68,7 @@ def by_name(servers):
 
 
 def by_hash(servers):
-    """Return a `choose` that routes each value of the header by its hash."""
+    """Return a `choose` that routes equal values of X-Flashpoint-Replica to the same server, chosen by their hash."""
     choices = list(servers.values())
     return lambda name: choices[zlib.crc32(name.encode()) % len(choices)]
 

@@ -1,4 +1,4 @@
-"""Make a virtual environment with only the packages of a bare GPU machine, as links into the running environment."""
+"""Make a virtual environment with only the packages of a new GPU machine (THERE), as links to installed packages."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def start_benchmark(page, lengths="32, 64", backends="naive, torch", seconds=0.0
 
 
 def never_known(page):
-    """Request a precision that is never reached, so that each case of a new benchmark runs until its max_seconds."""
+    """Make the page's benchmarks request an unreachable precision, so that each case runs as long as it may."""
 
     def with_precision(route):
         route.continue_(post_data=json.dumps({**route.request.post_data_json, "relative_precision": 1e-9}))

@@ -1,4 +1,4 @@
-"""A store of KV caches without an engine: a clock for it, and calls that use small caches with two layers."""
+"""Helpers for tests of `CacheStore` without an engine: a clock that the test sets, and small caches with two layers."""
 
 import numpy as np
 import pytest

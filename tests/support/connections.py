@@ -34,7 +34,10 @@ CALLBACKS = (
 
 
 class ShortOfMemory(HttpProtocol):
-    """A protocol whose callback `lacking` raises MemoryError once; `hit` is then the number of the request, from 0."""
+    """The server's HTTP protocol, in which one callback raises MemoryError once: the one of CALLBACKS named `lacking`.
+
+    `hit` is then the number of the request (from 0) whose callback failed.
+    """
 
     lacking = hit = None
     begun = -1  # the number of the request that the parser reads, from 0
@@ -74,8 +77,8 @@ class ShortOfMemory(HttpProtocol):
 class Bench:
     """A listening socket, and the event loop that serves it while the test calls `turn`.
 
-    `waiting` has a future for each request whose body has arrived: its result lets the route answer. `tasks` has the
-    tasks of the handlers, `released` the memory of finished requests.
+    `waiting` has a future for each request whose body has arrived; the route answers when the future gets a result.
+    `tasks` has the tasks that handle requests. `released` has the memory of finished requests.
     """
 
     def __init__(self, tls=None):
@@ -121,7 +124,7 @@ class Bench:
         self.turn()
         self.loop.close()
 
-    # The route
+    # The route that answers requests, and its stand-in for the engine
 
     def _submit(self, job):
         answer = self.loop.create_future()

@@ -43,7 +43,7 @@ def covering(
 
 
 def cover(*, indirect: Sequence[str] = (), **factors: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrize a test over a covering array. `make test` runs each case with a level that no earlier case has.
+    """Parametrize a test over a covering array. `make test` runs only cases with a level that no earlier case has.
 
     CI runs all cases. The levels of a factor are an iterable of values, or a mapping of names to values; the names are
     in the test's id. `indirect` has the factors that are fixtures.

@@ -1,4 +1,4 @@
-"""Answers of a server as bytes, with each way of HTTP/1.1 to mark the end of a body."""
+"""HTTP/1.1 answers as bytes. Their bodies end by Content-Length, by chunks, or when the connection is closed."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from tests.support.scripted_server import message
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 TINY = np.zeros((1, 4), np.float32)
-BIG = np.zeros((1, 4 << 20), np.float32)  # 16 MiB: more than the socket buffers hold if the server's is SMALL
+BIG = np.zeros((1, 4 << 20), np.float32)  # 16 MiB: more than the sockets buffer if a server has `receive_buffer=SMALL`
 SMALL = 1 << 16  # bytes of a server's receive buffer
 GOOD = message({"o": Q})
 TYPE = f"Content-Type: {MEDIA_TYPE}\r\n".encode()

@@ -21,9 +21,10 @@ def wait_for_parts(server, name, count, stop=lambda: False):
 
 
 class GatedServer:
-    """A server process, started by `start` with `settings`; the gates are files in `folder`.
+    """A server process, started by `start` with `settings`, whose requests can wait at gates (faulty/engine.py).
 
-    With `closed`, its engine waits at its start until the test removes the file `gate("closed")`.
+    A gate is a file in `folder`. With `closed`, the engine waits at its start until the test removes the file
+    `gate("closed")`.
     """
 
     def __init__(self, start, folder, *, closed=False, environment=(), **settings):
@@ -100,11 +101,11 @@ class GatedServer:
         wait_for(lambda: self._said("dropped", name), lambda: f"{name} is not dropped")
 
     def wait_held(self, name):
-        """Wait until the request with this id waits at a gate during its compute."""
+        """Wait until the computation of the request with this id has reached a gate and waits there."""
         wait_for(lambda: self._said("held", name), lambda: f"{name} is not held")
 
     def wait_stopped(self, name):
-        """Wait until the engine has learnt that it must stop this running verification: no client waits for it."""
+        """Wait until the engine knows that it must stop this running verification, because its client disconnected."""
         wait_for(lambda: self._said("stopped", name), lambda: f"{name} is not stopped")
 
     def blocks(self, name):

@@ -158,7 +158,7 @@ def _run(case: Case) -> None:
 
 
 if __name__ == "__main__":
-    # Use the class of the imported module: guarded processes import it by this name.
+    # Use the class of the imported module, not that of `__main__`: child processes unpickle it by its module's name.
     from tests.support import gpu_stand_in
 
     sys.exit(gpu.main(sys.argv[2:], gpu_stand_in.StandIn(Path(sys.argv[1]))))

@@ -1,4 +1,7 @@
-"""The source text of a user's module with attention functions, some of them wrong, for tests of `--kernel`."""
+"""The source of a user's module with attention functions, some of them wrong, for tests of the option `--kernel`.
+
+`flashpoint verify --kernel` judges such a function, and `flashpoint benchmark --kernel` times it.
+"""
 
 KERNELS = """
 import torch

@@ -31,7 +31,8 @@ def job(rows, **environment):
     )
 
 
-# Three families with one length, which are drawn as bars, and five with several, which are drawn as lines.
+# Three families (rows that differ only in length and backend) with one length, which are drawn as bars, and five with
+# several lengths, which are drawn as lines.
 ROWS = [
     *(row(b, n, d) for b, n, d in itertools.product(FASTER, (128, 256, 384, 12 * 1024), ("forward", "backward"))),
     *(row(b, 512, d, head_dim=32, value_dim=32) for b, d in itertools.product(FASTER, ("forward", "backward"))),

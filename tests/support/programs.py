@@ -1,4 +1,4 @@
-"""Programs of the repository that belong to no package, as modules."""
+"""Import programs of the repository that belong to no package."""
 
 import importlib.util
 from pathlib import Path

@@ -10,8 +10,8 @@ PATIENCE = 60  # seconds; only a hang takes so long
 class RawServer:
     """A server that runs `talk(connection)` in a thread for each connection, and then closes the connection.
 
-    `opened` counts all connections, `closed` the ended ones. With `tls`, an `ssl.SSLContext`, they use TLS. With
-    `receive_buffer`, the system buffers only few bytes that `talk` does not read.
+    `opened` counts all connections, `closed` the ended ones. With `tls`, an `ssl.SSLContext`, connections use TLS.
+    `receive_buffer` is the size in bytes of their sockets' receive buffers (SO_RCVBUF).
     """
 
     def __init__(self, talk, tls=None, receive_buffer=None):

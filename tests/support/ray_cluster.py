@@ -23,7 +23,7 @@ ENGINE = "flashpoint_server.engine.process"
 # Ray's processes and two engines that import torch start in 15 s on an idle machine with two cores, else in minutes.
 START_SECONDS = 900
 END_SECONDS = 900
-# Variables that would redirect Ray or a replica, or trace each process of Ray.
+# Variables that Ray does not inherit: they would redirect Ray or a replica, or measure coverage in each process of Ray.
 OTHERS = ("FLASHPOINT_", "RAY_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "COVERAGE_")
 
 
@@ -57,7 +57,7 @@ class Cluster:
                 **{k: v for k, v in os.environ.items() if not k.startswith(OTHERS)},
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_AUTH_MODE": "disabled",
-                "RAY_DEDUP_LOGS": "0",  # else the second of two equal lines waits for the next line
+                "RAY_DEDUP_LOGS": "0",  # else Ray prints a repeated line only after a further line
                 "RAY_raylet_start_wait_time_s": str(START_SECONDS),
                 "RAY_worker_niceness": "0",  # else a replica cannot start on a busy machine
                 # Else Ray would replace a proxy that is slow on a busy machine.
@@ -144,7 +144,7 @@ def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), environment=(), 
 
     `deployment` has Ray's options of the replicas, `settings` the service's.
     """
-    # The directory has Ray's sockets, whose paths may have at most a hundred characters.
+    # In /tmp, because Ray's sockets are in this directory, and their paths may have at most about 100 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         variables = {**(behind_haproxy(directory) if haproxy else {}), **dict(environment)}
         scale = {} if "autoscaling_config" in deployment else {"num_replicas": replicas}
@@ -163,7 +163,7 @@ def behind_haproxy(directory):
     variables |= {name: str(free_port()) for name in ("METRICS_PORT", "STATS_PORT")}
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # by default 30, which load balancers need
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # 30 by default, for external load balancers
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         **{f"RAY_SERVE_HAPROXY_{name}": value for name, value in variables.items()},
     }

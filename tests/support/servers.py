@@ -101,10 +101,13 @@ class ServerProcess:
 
 
 def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
-    """Poll `found` until it is true, and return its value; fail with `otherwise` at a deadline or at `stop`."""
+    """Poll `found()` until it is true, and return its value.
+
+    Fail with the text of `otherwise()` after `seconds`, or once `stop()` is true.
+    """
     deadline, pause = time.monotonic() + seconds, 0.005
     while True:
-        last = stop() or time.monotonic() > deadline  # evaluated before `found`: events before the stop count
+        last = stop() or time.monotonic() > deadline  # first, so `found` is polled once more after a stop
         if value := found():
             return value
         assert not last, otherwise()

@@ -1,4 +1,4 @@
-"""Requests on raw sockets, and a server's resources after them."""
+"""Send requests on raw sockets, and find which memory, requests, caches and saved forwards a server still has."""
 
 import socket
 from pathlib import Path
@@ -13,7 +13,7 @@ def free_port():
 
 
 def connect(server, *, receive_buffer=None):
-    """Connect to the server. With `receive_buffer`, the system buffers only few bytes that the client does not read."""
+    """Connect to the server. `receive_buffer` is the size in bytes of the socket's receive buffer (SO_RCVBUF)."""
     connection = socket.socket()
     try:
         if receive_buffer is not None:

@@ -9,7 +9,7 @@ ROW = {
     "causal": False, "batch": 1, "q_heads": 2, "kv_heads": 1, "q_len": 128, "kv_len": 128, "head_dim": 64,
     "value_dim": 64,
 }  # fmt: skip
-SIZES = ("--q-len", "8", "--head-dim", "4")  # flags of commands
+SIZES = ("--q-len", "8", "--head-dim", "4")  # command-line flags of a small problem
 ROW_FIGURES = {
     "ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "tflops_standard": 0.5, "speedup_over_naive": 3.5,
     "peak_bytes": 2e6, "flops": 33_554_432, "bytes": 999_600, "roofline_percent": 407.0, "gb_per_s": 0.8,

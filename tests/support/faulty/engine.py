@@ -18,8 +18,8 @@ if `.moved` exists.
 
 It logs `queued` for a request that enters its queue, `part` for each part that it begins, `block` for each block of a
 verification, `held` for a part or block that waits, `dropped` for a request that leaves the queue, and `stopped` for a
-verification that it must end. It predicts with fixed rates. On the CPU it does not check its backends at the start,
-which takes 3 s under Triton's interpreter: tests that start the service's engine cover this check.
+verification that it must end. It predicts durations from fixed rates. On the CPU it does not check its backends at the
+start, which takes 3 s under Triton's interpreter: tests that start the service's engine cover this check.
 
 It also has bugs on demand (bugs.py).
 """
@@ -63,8 +63,8 @@ def gate(which):
 class FaultyDevice(TorchDevice):
     def __init__(self, info):
         super().__init__(info)
-        self.launches = 1  # also on a GPU, so that all other launches wait for a launch at a gate
-        self.lanes = max(self.lanes, 2)  # also on one core, so that the engine takes requests while a launch waits
+        self.launches = 1  # one launch at a time, even on a GPU: while it waits at a gate, all other launches wait
+        self.lanes = max(self.lanes, 2)  # two threads, even on one core: one takes requests while a launch waits
         self.seen = set()
         self.last = {}  # the last answer of each shape
         self.compiler = ThreadPoolExecutor(1)
@@ -147,7 +147,7 @@ class FaultyDevice(TorchDevice):
 
 
 def start(asked):
-    """Return a device with fixed rates, without the check of its backends on the CPU."""
+    """Open and return a device that predicts durations from fixed rates. On the CPU, do not check its backends."""
     device = FaultyDevice.open(asked)
     if not device.is_cpu:
         self_test.check_backends(device)
@@ -239,7 +239,7 @@ class LosingChannel(Channel):
 
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.support.kernels import fast_interpreter  # imports triton
+        from tests.support.kernels import fast_interpreter  # here, since it imports triton
 
         fast_interpreter.install()
     loop.Channel = LosingChannel

@@ -1,8 +1,9 @@
 """Make Triton's interpreter faster by more than a third.
 
 Two changes leave the results unchanged. The interpreter searches `triton.language` and replaces its functions each time
-that one kernel function calls another; this module does so once in each process, since an interpreting process compiles
-nothing. The interpreter builds a table of dtypes for every operator of a kernel; this module looks each dtype up once.
+that one kernel function calls another, and restores them afterwards. This module replaces them once and never restores
+them: only compilation needs the originals, and a process that interprets compiles nothing. The interpreter builds a
+table of dtypes for every operator of a kernel; this module looks each dtype up once.
 """
 
 from types import FunctionType

@@ -36,7 +36,7 @@ _Role = tuple[Callable[..., None], tuple[Any, ...]]
 def install() -> None:
     """Replace the Gluon module of the kernels for Hopper, and pretend to have an sm_90. Call it before their import."""
     sys.modules["flashpoint_kernels.triton_backend.hopper.gluon"] = sys.modules[__name__]
-    config.stand_in = config.Chip(90, SHARED_KIB[90], multiprocessors=3)  # fewer than the programs of a launch
+    config.stand_in = config.Chip(90, SHARED_KIB[90], multiprocessors=3)  # a launch has more programs
 
 
 def jit(do_not_specialize: Any = None) -> Any:
@@ -349,7 +349,7 @@ class hopper:  # noqa: N801 -- a module's name
         return values if len(values) > 1 else values[0]
 
 
-# The names that hopper/gluon.py has.
+# The kernels import these names from hopper/gluon.py, which this module replaces.
 gl = sys.modules[__name__]
 mbarrier, tma, tma_load = hopper.mbarrier, hopper.tma, hopper.tma.async_load
 wgmma, wgmma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait

@@ -1,4 +1,4 @@
-"""Attention functions for the judge: ours on each backend, and those of other packages."""
+"""Attention functions that tests pass to `judge`: ours with each backend, and those of other packages."""
 
 from __future__ import annotations
 

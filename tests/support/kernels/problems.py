@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOOL, FLOAT = "bool", "float"
 # All shapes of a mask (sequences, heads, queries, keys), as flags: 1 for a full dimension, 0 for one of size 1.
 _SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))
-_LEADS = ("", "one", "heads", "sequences", "own")  # the leading dimensions of a block mask
+_LEADS = ("", "one", "heads", "sequences", "own")  # choices of a block mask's leading dimensions; "" is none
 Tensors = dict[str, Tensor]
 
 

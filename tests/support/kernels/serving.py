@@ -48,7 +48,7 @@ def is_of_rows(tensors: Mapping[str, Tensor], scale: str) -> bool:
 def _pooled(
     t: Tensor, layout: str, table: Tensor, lengths: list[int], pool: tuple[int, int], strided: bool, of_scale: bool
 ) -> Tensor:
-    """Return a pool with the rows of `t` in pages. Copy row by row, to share nothing with the tested code."""
+    """Return a pool with the rows of `t` in pages. Copy row by row, without any function that the tests check."""
     if layout == "bhsd":
         t = t.transpose(1, 2)  # rows before heads, as in the other layouts
     number, size = pool

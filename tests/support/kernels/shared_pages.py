@@ -34,7 +34,10 @@ def tree(shared: list[int], own: list[int], page: int, seed: int) -> tuple[Tenso
 
 def check(shared: list[int], own: list[int], page: int, q_len: int, group: int, dtype: torch.dtype,
           kind: torch.dtype | None, backend: str = "torch", **options: Any) -> None:  # fmt: skip
-    """Check that each sequence has the same bits as in a call of its own, close to the reference backend's answer."""
+    """Check that each sequence has the same bits as in a call with only this sequence.
+
+    The answer must also be close to that of backend reference.
+    """
     table, lengths, count = tree(shared, own, page, seed=len(own))
     q = normal(len(own), 2 * group, q_len, 32, seed=1).to(dtype)
     t = {name: normal(count, 2, page, 32, seed=n).to(dtype) for n, name in enumerate("kv")}

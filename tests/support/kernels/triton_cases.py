@@ -131,13 +131,13 @@ def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **mo
 
 
 BACKENDS = ["torch", "tiled", "reference", "triton"]
-# The interpreter is slow, so in the fast tier only the property tests run the Triton kernels.
+# For tests that run with each backend. Triton's interpreter is slow, so `make test` runs them without Triton.
 EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()
 
 
 def each_pair() -> Iterator[Any]:
-    """Yield pairs of backend and case. A third of the Triton cases is marked slow, the rest full (the wide sweep)."""
+    """Yield each backend but reference with each case. A third of Triton's cases is marked `slow`, the rest `full`."""
     for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
         if backend != "reference":
             marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow

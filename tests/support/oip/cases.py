@@ -113,7 +113,7 @@ def ask(command, home, url, cases):
 
 
 def judge(report, answers, cases, refused=REFUSED):
-    """Check that each case got a correct answer with its own id, or the error that `refused` names."""
+    """Check that each case got a correct answer with the id of its request, or the error that `refused` names."""
     expected = {}
     for one in cases:
         name = one["name"]

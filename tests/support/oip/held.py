@@ -18,7 +18,7 @@ ALL, LOOKS = ((("authorization", f"Bearer {key}"),) for key in ("all", "looks"))
 
 
 class HeldServer(GatedServer):
-    """A server with `settings`. With `interpret`, Triton's kernels run, which compute several requests at once."""
+    """A server with `settings`. With `interpret`, it runs Triton's kernels; a launch then computes several requests."""
 
     def __init__(self, folder, *, interpret=False, **settings):
         super().__init__(serve, folder, interpret=interpret, grpc_port=0, shutdown_timeout=HANG, **settings)
@@ -68,7 +68,7 @@ class HeldServer(GatedServer):
             yield call
 
     def overdue(self):
-        """Return a call whose deadline passed while it was in the engine's queue; try doubled deadlines until then."""
+        """Return a call whose deadline passed while it was in the engine's queue; try longer and longer deadlines."""
         inside = self.inside()
         for doubling in range(10):
             call = self.begin("overdue", timeout=0.25 * 2**doubling)

@@ -9,7 +9,7 @@ BOUNDS = {
     torch.bfloat16: 2e-2,
     torch.float32: 2e-6,
     torch.float64: 1e-12,
-}  # relative to the largest value
+}  # the maximum error of an answer, relative to its largest absolute value
 
 
 def problem(dtype=torch.float32, names="qkv", seed=0):
