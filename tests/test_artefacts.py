@@ -141,7 +141,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ("cli", "plot", "server", "grpc", "otel")
     asked = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    needed = {"flashpoint", "torch", "triton"}  # absent from the lock file, with the dependencies of torch
+    needed = {"flashpoint", "torch", "triton"}  # the lock file omits these, and so torch's dependencies
     while asked:
         each = Requirement(asked.pop())
         name = canonicalize_name(each.name)

@@ -23,8 +23,8 @@ ONE_SESSION = {"tutorial", "train-a-layer", "judge-my-kernel", "decoding", "algo
 PYTHON = re.compile(rf'^```python(?: title="([\w.]+)")?\n{BLOCK}```$', re.MULTILINE)
 # For each page, code that defines the names that its examples use but do not define.
 GIVEN = {"balancers": "import flashpoint; there = flashpoint.Client(); old = there.cache()"}
-# Lines whose errors come from the types of other packages: torch's `grad`, None before a backward; tritonclient's None
-# for an unknown output; a protocol of transformers; and `flash_attn`, which `install` creates when the example runs.
+# Lines with type errors that other packages cause: `grad` of torch and outputs of tritonclient have types that include
+# None, transformers uses a protocol, and the module `flash_attn` exists only after the example has called `install`.
 THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b|^from flash_attn\b")
 MYPY = """\
 [mypy]
