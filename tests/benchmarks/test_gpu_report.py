@@ -85,7 +85,7 @@ def test_what_could_not_be_read_of_a_trial_is_said() -> None:
 
 
 def rows_of(stage: str) -> list[dict[str, Any]]:
-    """Return a row for every task of a stage, in the form of the record."""
+    """Return a row for every task of a stage, with the fields that benchmarks/gpu_day/record.py describes."""
     results = []
     for group in plan.groups(stage, plan.Sizes(), HERE):
         for n, task in enumerate(group.tasks):

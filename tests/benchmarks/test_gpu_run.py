@@ -84,7 +84,7 @@ def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, comm
     assert rows[-1]["clocks"]["sm_mhz"] == [1980, 1980]
 
 
-@pytest.mark.full  # test_gpu_plan.py tests that the plan omits the times of such kernels
+@pytest.mark.full  # for `make test-full` alone: test_gpu_plan.py checks which smoke tests a timing needs
 def test_kernels_that_fail_their_smoke_test_are_not_timed(tmp_path: Path, command: Callable[..., int]) -> None:
     command("papers", clock=lambda: 0.0 if not keys(tmp_path) else 1e9)
     record = Record(tmp_path / "out" / "rows.jsonl")

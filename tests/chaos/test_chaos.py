@@ -42,7 +42,7 @@ def faulty(tmp_path):
 
 def test_a_seeded_bug_is_seen(faulty):
     chaos, file = faulty
-    chaos.quiet = 1.0  # seconds; a leaked resource is never released, so a longer wait would find the same
+    chaos.quiet = 1.0  # seconds to wait for the release of resources; short, because a leaked one is never released
     for bug, wanted in BUGS.items():
         if bug == "lose":
             chaos.load.patience = 3.0  # seconds; a lost answer never comes, and a late one may count as lost here

@@ -92,7 +92,7 @@ def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transpor
 
 
 def test_a_verification_whose_events_break_is_asked_again(scripted, reach):
-    """A verification has no side effects, so it is retried after a broken stream, and after an error at its end."""
+    """A verification has no side effects, so it is retried after a broken stream and after an error event."""
     full = {"status": 503, "code": "out_of_memory", "detail": "d"}
     scripted.script.extend(
         [

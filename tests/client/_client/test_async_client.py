@@ -31,7 +31,7 @@ def test_many_calls_of_one_async_client_run_at_once(scripted):
 
 
 def methods(kind):
-    """Return {method name: [(parameter name, kind, default), …]} for a class's public methods; `aclose` is `close`."""
+    """Return {method name: [(parameter name, kind, default), …]} for a class's public methods, `aclose` as `close`."""
     results = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_"):

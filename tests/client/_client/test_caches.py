@@ -36,7 +36,7 @@ def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(shared_serv
             done = [pool.submit(cache.append, k[0, :, n : n + 1], v[0, :, n : n + 1], layer=1) for n in range(64)]
             lengths = [one.result() for one in done]
         assert sorted(lengths) == list(range(1, 65))
-        cache.refresh()  # the length is that of the last answer, and the threads got answers in any order
+        cache.refresh()  # `length` is that of the answer that arrived last, which may not be the largest
         o, meta = cache.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True, with_meta=True)
         torch.testing.assert_close(
             o, attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True), rtol=1e-4, atol=1e-5

@@ -23,8 +23,8 @@ SHAPES = {"q": (1, 4, 24, 16), "k": (1, 2, 24, 16), "v": (1, 2, 24, 16)}
 class Counted(flashpoint.Client):
     """A client that records (method, path, "save" or "saved" or "", size in bytes) of each request, in `calls`.
 
-    "save" and "saved" name the option that the request has. `held()` returns the ids of the forwards that the server
-    has saved since this client was created.
+    "save" and "saved" name the option that the request has. `held()` returns the ids of the forwards that were saved
+    on the server since this client was created, and have not been freed.
     """
 
     def __init__(self, server):
@@ -164,7 +164,7 @@ def test_torch_sends_do_alone_and_frees_the_forward(client):
     q, k, v = qkv()
     assert torch.is_tensor(
         flashpoint.torch.attention(q, k, v, client=client, save=True)
-    )  # no gradient, so nothing is saved
+    )  # no input requires a gradient, so nothing is saved
     assert client.asked() == [("/attention", "")]
     actual = gradients(client, save=True, dropout_p=0.3, dropout_seed=3)
     assert all(map(torch.equal, actual, gradients(client, dropout_p=0.3, dropout_seed=3)))
@@ -238,7 +238,7 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
         assert all(map(np.array_equal, actual, expected))
         assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved")]
     attention(q, k, v, client=client, save=True)
-    assert client.asked() == [("/attention", "")]  # no gradient, so nothing is saved
+    assert client.asked() == [("/attention", "")]  # not differentiated, so nothing is saved
     many = jax.vmap(saving)(*(t[None].repeat(2, 0) for t in (q, k, v)))
     assert client.asked() == [("/attention", ""), ("/attention/grad", "")]
     for one, whole in zip(many, expected, strict=True):
@@ -249,7 +249,7 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     first = back(do)
     assert_freed(client)
     client.asked()
-    assert all(map(np.array_equal, back(do), first))  # the forward was freed, so all tensors are sent
+    assert all(map(np.array_equal, back(do), first))  # the first backward freed the forward: this sends all tensors
     assert client.asked()[-1] == ("/attention/grad", "")
     with pytest.raises(Exception, match="second-order"):
         jax.grad(lambda q: jax.grad(lambda q: loss(q, k, v, save=True))(q).sum())(q)

@@ -52,7 +52,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(attention):
 
 
 def test_a_gradient_penalty_raises(attention):
-    """A gradient penalty needs second derivatives, even for `weight`, on which dq depends only through do."""
+    """The backward of a gradient penalty needs second derivatives of attention, which raise."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):

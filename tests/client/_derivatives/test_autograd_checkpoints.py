@@ -108,7 +108,7 @@ def test_every_way_of_saving_gives_the_gradients_of_a_plain_call(server, client,
 
 @pytest.mark.parametrize("save", [False, True])
 def test_a_backward_uses_the_second_forward_whole_if_it_drops_other_weights(client, save):
-    """With preserve_rng_state=False, the gradient is that of the repeated forward. dv shows it: o is linear in v."""
+    """With preserve_rng_state=False, the repeated forward drops other weights. dv must be the repeated forward's."""
     q, k, v = inputs()
     torch.manual_seed(5)
     o = checkpoint(
@@ -161,7 +161,7 @@ def test_the_seed_is_torchs(client):
 
 
 def test_threads_draw_seeds_of_their_own(client):
-    """In threads, as in DataParallel, each backward drops the same weights as its forward (o is linear in v)."""
+    """Threads draw different seeds, and each backward uses its forward's seed: (dv * v).sum() equals o.sum()."""
 
     def replica(_):
         q, k, v = inputs()
@@ -176,7 +176,7 @@ def test_threads_draw_seeds_of_their_own(client):
 
 
 def test_what_the_caller_changes_after_the_forward_is_not_used(client):
-    """A backward after an in-place change: tensors raise, by torch's version counter; arrays and lists were copied."""
+    """After an in-place change of kv_lengths, the backward raises for a tensor; for arrays and lists it uses a copy."""
     q, k, v = inputs()
     lengths = torch.tensor([5, 9])
     for given in (lengths.numpy().copy(), lengths.tolist()):

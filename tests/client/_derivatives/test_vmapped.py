@@ -23,7 +23,7 @@ STARTS = np.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
 
 # name: (shapes of do, q, k, v and perhaps one more input; the mapped axis of each, None if it is not mapped; options;
 # the number of requests for each direction). In the options, "extra" is the name of the additional input, and "mapped"
-# has arrays whose axis 0 is mapped.
+# has the options that differ between examples, as arrays whose axis 0 is mapped.
 CASES = {
     "all": ((O, Q, K, V), (0, 0, 0, 0), {}, 1),
     "other axes, and one in common": ((O, Q, K, V), (0, 2, None, 4), {"causal": True}, 1),
@@ -54,8 +54,8 @@ def mapped_shape(shape, axis):
     return shape if axis is None else (*shape[:axis], N, *shape[axis:])
 
 
-# `make test` runs each method of merging the examples of q, k, v, masks, slopes, lengths or sinks once, and a case that
-# cannot be merged.
+# `make test` runs only these cases: one for each method of merging the mapped values of an input (q, k, v, a mask,
+# slopes, lengths or sinks) into one request, and cases that cannot be merged.
 FAST = {
     "other axes, and one in common", "one head", "a bias", "a mask in common", "slopes", "lengths", "offsets",
     "sinks in common", "ragged", "ragged, with sinks", "sinks and lengths", "dropout",
@@ -124,6 +124,6 @@ def test_ragged_sequences_with_a_gap_are_refused(jax_client):
     def ragged(q, k, v, starts):
         return attention(q, k, v, client=jax_client, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts)
 
-    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # 11 of 12 rows: concatenated starts would hide the gap
+    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # leaves out row 11, which merging with the next example would hide
     with pytest.raises(RuntimeError, match="cu_seqlens_q"):
         jax.vmap(ragged)(q, k, v, starts)

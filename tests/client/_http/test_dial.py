@@ -143,7 +143,7 @@ def test_a_resolver_that_is_silent_meets_the_timeout_and_calls_share_its_thread(
     finally:
         over.set()
         for thread in threading.enumerate():
-            if thread.name == "flashpoint-resolver":  # a later test that looks up the same host would share this lookup
+            if thread.name == "flashpoint-resolver":  # otherwise a later test of this host shares its lookup
                 thread.join(60)
 
 

@@ -189,7 +189,7 @@ def test_a_deadline_that_passes_before_a_retry_tells_the_last_failure(monkeypatc
     with httpx.Client(base_url="http://127.0.0.1:9") as http:
         attempts.request(http)
         assert attempts.failed(httpx.ConnectError("refused")) < 1
-        clock[0] = 2.0  # a busy machine slept longer than requested
+        clock[0] = 2.0  # after the timeout, as if the sleep before the retry had taken 2 s
         with pytest.raises(flashpoint.ConnectionFailedError, match="refused") as error:
             attempts.request(http)
         with pytest.raises(flashpoint.ConnectionFailedError, match="refused"):

@@ -35,7 +35,7 @@ def heard(client, *arguments, seen=lambda event: None):
 
 
 def test_events_come_as_they_are_sent(scripted):
-    """The server sends an event only after the caller has the previous one, and leaves its answer open."""
+    """The server sends an event only after the caller has the previous one, and does not end its response."""
     seen, over = threading.Semaphore(0), threading.Event()
 
     def step(handler):

@@ -1,4 +1,4 @@
-"""A sequence is cut into pieces so that each visible pair (query, key) is in one piece, with the right diagonal."""
+"""A sequence is cut into pieces: each visible pair (query, key) is in one piece, whose `offset` fits its diagonal."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ BANDS = [Band(999, 999, 0, UNBOUNDED, 0), Band(300, 2000, 1700, 64, 0), Band(7, 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("parts", [(1, 3), (3, 1), (2, 2), (1, 7)])
 def test_the_work_is_shared_equally(band, parts):
-    """No piece has more pairs than an equal share, plus one row and one column, the smallest steps of a cut."""
+    """No piece has more pairs than an equal share plus a row and a column, because cuts lie between rows or columns."""
     work = [band.pairs(piece) for piece in band.pieces(*parts)]
     share = sum(work) / (parts[0] * parts[1])
     step = max(band.pairs(Piece((i, i + 1), (0, band.kv_len), band.offset + i)) for i in range(band.q_len))

@@ -24,7 +24,7 @@ def merged(answers, steps):
 
 def test_a_query_without_a_key_and_with_a_sink_of_minus_infinity_has_no_gradient_there():
     keys = np.zeros((1, 1, 0, 8), np.float32)
-    lse = np.full((1, 1, 4), -np.inf, np.float32)  # no visible key and no sink
+    lse = np.full((1, 1, 4), -np.inf, np.float32)  # no visible key, and the sink adds exp(-inf) = 0
     given = {"do": ANSWER, "q": ZEROS, "k": keys, "v": keys, "o": ZEROS, "lse": lse}
     whole = problem(
         {**given, "sinks": np.full(1, -np.inf, np.float32)}, AttentionOptions(grads=("dsinks",)), "backward"

@@ -13,7 +13,7 @@ CU = [0, 2, 6]
 
 @pytest.fixture
 def clients():
-    """Return a list that has a client of a server that does not run twice."""
+    """Yield a list that contains the same client twice. No server listens at its URL."""
     with flashpoint.Client("http://127.0.0.1:9") as client:
         yield [client, client]
 

@@ -1,4 +1,4 @@
-"""The calls of a `Round` run concurrently, in threads or asyncio tasks. An error ends a round that is not `whole`."""
+"""The calls of a `Round` run concurrently. An error ends the round; if the round is `whole`, errors are results."""
 
 import asyncio
 import contextlib

@@ -115,7 +115,7 @@ def test_the_parts_are_merged_to_the_whole(attention, servers, parts):
 
 @pytest.mark.parametrize("failing", [busy, full, gone])
 def test_a_failed_shard_goes_to_another_server(attention, servers, failing):
-    """The call does not wait as long as the failed server asks, 900 s: the timeout of 600 s would expire."""
+    """Another server computes the shard of a server that fails, or asks for a wait beyond the timeout of 600 s."""
 
     def behind_it(handler):
         wait_for_requests(servers[0])
@@ -271,7 +271,7 @@ def test_cancelling_it_cancels_every_shard(raw):
 
 
 def test_an_interrupt_ends_every_thread(raw):
-    """SIGINT in the main thread ends all threads of the call. A shell may ignore SIGINT, so a handler is set first."""
+    """SIGINT in the main thread ends all threads of the call. A handler is set, as background jobs ignore SIGINT."""
     quiet = [silent(raw) for _ in range(2)]
     before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
 

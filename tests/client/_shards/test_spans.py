@@ -14,7 +14,7 @@ from tests.support.sharded import BOUNDS, HQ, SHAPE, D, expected, in_layout, nea
 
 @st.composite
 def problems(draw):
-    """Draw (tokens of a span, tokens of each write, queries of a last call that only reads, dtype, keywords)."""
+    """Draw (tokens per span, [tokens of each write], number of queries of the final read, dtype, keywords)."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     pieces = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     total, count = sum(pieces), draw(st.integers(1, 12))
