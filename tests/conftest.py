@@ -97,15 +97,16 @@ def receiver():
 
 @pytest.fixture(scope="session")
 def gated(receiver, tmp_path_factory):
-    """Yield a server with interpreted Triton kernels, whose engine waits and fails on demand.
+    """Yield a server with interpreted Triton kernels, whose engine waits or fails for requests with certain ids.
 
-    All tests of a pytest process share it. Each test must reopen the gates that it closes and leave a ready engine.
-    The server has 256 MiB of staging memory. It times out a body, or an answer's reader, that stalls for two seconds.
+    All tests of a pytest process share it. The engine waits at a gate while the gate's file is missing: each test must
+    restore the files that it deletes, and leave a ready engine. The server has 256 MiB of staging memory. It times out
+    a body, or an answer's reader, that stalls for two seconds.
     """
     from tests.support.gated import GatedServer
 
     settings = {"body_timeout": 2, "body_rate": 1 << 30, "staging_bytes": 256 << 20, "otlp_endpoint": receiver.url}
-    soon = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds
+    soon = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds between two exports of trace spans
     gated = GatedServer(start_service, tmp_path_factory.mktemp("gates"), interpret=True, environment=soon, **settings)
     yield gated
     gated.server.stop()

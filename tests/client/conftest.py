@@ -171,7 +171,7 @@ def tls_server(certificate, trusted):
 
 @pytest.fixture
 def reach(connect):
-    """Return a factory of clients of both kinds, as `connect`, whose `benchmark_run` works in both.
+    """Return a factory of clients like `connect`, with a `benchmark_run` that tests can call on both kinds of client.
 
     `AsyncClient.benchmark_run` is no coroutine function, so `Twin` must not run it in its event loop.
     """
@@ -205,6 +205,6 @@ def connected(server):
 
 @pytest.fixture
 def jax_client(connected):
-    """Return the client of this module with an empty list `asked`, in which it records its calls."""
+    """Return the client of this module, after emptying `asked`, in which it records its calls."""
     connected.asked = ()
     return connected

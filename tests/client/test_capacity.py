@@ -120,7 +120,7 @@ def test_a_side_is_one_of_two():
 
 
 def test_a_way_too_fast_to_be_measured_takes_no_time():
-    """A rate comes from the time of large calls minus that of small ones. If noise makes this negative, it is inf."""
+    """A rate is inf if noise makes the measured time (that of large calls minus that of small calls) negative."""
     assert capacity._rate(1 << 20, -0.001) == math.inf
     prediction = predict(need(SHAPE), replace(RATES, upload=math.inf, download=math.inf))
     assert prediction.stages["upload"] == prediction.stages["download"] == 0

@@ -1,4 +1,4 @@
-"""`flashpoint` prints its version, and has no traceback if Typer, a reader of stdout or a command is missing."""
+"""`flashpoint` prints its version, and no traceback if Typer, a reader of stdout or a command is missing."""
 
 import os
 import subprocess

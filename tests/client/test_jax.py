@@ -153,7 +153,7 @@ def test_ragged_sequences(jax_client):
 
 
 def test_dropout_keeps_its_seed_and_a_new_one_compiles_nothing(jax_client):
-    """o is linear in v, so do·o = dv·v if and only if both calls drop the same weights."""
+    """o is linear in v, so do·o = dv·v if and only if forward and backward drop the same weights."""
     do, q, k, v = tensors(*[(1, 2, 33, 8)] * 4)
     compiled = jax.jit(
         lambda seed, *x: derived(lambda v: attention(*x, v, client=jax_client, dropout_p=0.5, dropout_seed=seed))(do, v)

@@ -108,8 +108,8 @@ def problems(draw):
     return q, k, v, do, keywords, grads
 
 
-# The largest allowed error, relative to the largest number in the answer: the bound of one server; for half types twice
-# their rounding unit, because each part is rounded before the merge, and the result after it.
+# The largest allowed error, relative to the largest number in the answer: for float32 the bound of one server; for half
+# types twice their machine epsilon, because each part is rounded before the merge, and the result after it.
 BOUNDS = {np.dtype(np.float32): 4e-6, np.dtype(np.float16): 2**-9, np.dtype(BFLOAT16): 2**-6}
 
 
@@ -133,7 +133,7 @@ def test_any_problem_is_as_one_server_in_float64_solves_it(clients, problem, par
 
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float16, 2**-11), (BFLOAT16, 2**-8)])
 def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
-    """|o − o₆₄| ≤ u·Σ p|v| (rounding of the parts, weighted) + u·|o| (rounding of the result) + float32's rounding."""
+    """With u = `unit`: |o − o₆₄| ≤ u·Σ p|v| (rounding of the parts) + u·|o| (of the merged o) + float32's rounding."""
     q, k, v = (normal(1, 4, 64, 32, dtype=dtype, seed=seed) for seed in range(3))
     wide = [t.astype(np.float64) for t in (q, k, v)]
     o = clients[0].attention(*wide)

@@ -56,7 +56,7 @@ def test_lse_alone_can_be_derived(client):
 
 
 def test_dropout_keeps_the_forwards_seed(client):
-    """o is linear in v, so do·o = dv·v if and only if both calls drop the same weights."""
+    """o is linear in v, so do·o = dv·v if and only if forward and backward drop the same weights."""
     q, k, v, do = tensors(1, 2, 33, 8)
     v.requires_grad_()
     o, meta = attention(q, k, v, client=client, dropout_p=0.5, with_meta=True)

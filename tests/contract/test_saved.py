@@ -1,4 +1,4 @@
-"""The plan of a saved forward returns lse; the plan of its gradients needs only `do` and reuses the saved tensors."""
+"""`plan_saved` plans a forward that the server saves, and `plan_recalled` its gradients, which need only `do`."""
 
 import pytest
 

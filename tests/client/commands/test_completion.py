@@ -1,4 +1,4 @@
-"""Shell completion works as shells ask for it: by an environment variable, without arguments."""
+"""Shell completion works when requested as shells do: by environment variables, without arguments."""
 
 import os
 import pty

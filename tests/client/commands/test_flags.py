@@ -13,7 +13,7 @@ FLAGS = {name: row for name, row in OPTIONS.items() if "cli" not in row.refused}
 
 
 def command(size: int = 1, url: str | None = None, options: typing.Mapping[str, object] | None = None) -> int:
-    """Do nothing."""
+    """Record the arguments in `received`."""
     received.append((size, url, options))
     return 3
 

@@ -35,7 +35,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(run, tmp_path,
 
 
 def test_a_file_in_a_folder_that_may_not_be_written_is_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root, who may run tests, can write all
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # simulated, as root could write anywhere
     code, _, err = run("info", "--json", tmp_path / "info.json")
     assert (code, err) == (2, f"flashpoint info: --json: {tmp_path / 'info.json'} cannot be written: no permission\n")
 

@@ -145,5 +145,5 @@ def test_a_problem_is_drawn_and_judged_here(run, tmp_path, flags, judged):
     assert (report.seed, report.backend) == (5, "reference" if "float64" in flags else "tiled")
     run("verify", *shape, *flags, "--seed", "5", "--json", tmp_path / "again.json")
     again = flashpoint.VerifyReport.model_validate_json((tmp_path / "again.json").read_text())
-    if "--dropout-p" not in flags:  # dropout draws a new seed
+    if "--dropout-p" not in flags:  # with dropout, each run draws a new `dropout_seed`
         assert again.tensors == report.tensors

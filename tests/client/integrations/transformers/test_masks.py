@@ -1,4 +1,4 @@
-"""`HeldMask`, a mask over keys on a server, equals that of transformers; it is `plain` if options can express it."""
+"""`HeldMask`, a mask over keys on a server, equals transformers'; `plain`: causality and a window describe it."""
 
 from types import SimpleNamespace
 
