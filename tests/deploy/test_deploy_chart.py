@@ -142,7 +142,7 @@ MIB = 1 << 20
     ],
 )
 def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes):
-    """The pod's memory limit follows the formula of docs/kubernetes.md. `processes`: the MiB of the HTTP processes."""
+    """The pod's memory limit follows the formula of docs/kubernetes.md. `processes`: its terms for workers and gRPC."""
     resources = container({"settings": given, "memory": {"processesMiB": 2048}})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     memory = int(resources["limits"]["memory"].removesuffix("Mi"))
@@ -154,7 +154,7 @@ def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes
 def test_without_keys_everybody_is_served_by_choice_alone():
     assert of_kind(render(), "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "true"
     locked = charts.render(EXAMPLES["keys"])
-    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image sets it to true
+    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # overrides the image's `true`
     for name, values in EXAMPLES.items():
         assert charts.render(values), name
 
@@ -273,7 +273,7 @@ def test_its_parts_find_each_other(release):
     assert all(selector.items() <= labels for selector in selectors)
     monitor = of_kind(manifests, "ServiceMonitor")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job in alert FlashpointDown
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job of the alert FlashpointDown
     assert (
         of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"]
         == deployment["metadata"]["name"]

@@ -158,7 +158,7 @@ def test_every_pod_is_the_images_user_and_reads_no_services_port():
 
 @pytest.mark.full
 def test_kserve_has_the_fields_that_the_schema_says(tmp_path):
-    """COMPONENT agrees with KServe's models. The package is downloaded, not installed: its pins conflict with ours."""
+    """COMPONENT agrees with the models of the package kserve. It is not installed, as its pins conflict with ours."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "kserve==0.21.0"]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("kserve-*.whl")

@@ -38,7 +38,7 @@ apt-get -qq install --yes --no-install-recommends python3-venv >/dev/null
 python3 -m venv /venv
 /venv/bin/pip download --quiet --no-deps --dest /tmp h11
 """
-# The files by which this machine reaches its package registries. A stand-in image needs copies to install packages.
+# The files by which this machine reaches its package registries. `_debian` copies them into a minimal Debian.
 BROUGHT = ("/etc/apt", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl", "/usr/local/share/ca-certificates")
 SETTINGS = re.compile(r"PIP_|SSL_CERT|REQUESTS_CA|CURL_CA")
 
@@ -114,15 +114,16 @@ class Engine:
         return False
 
     def provide(self, name: str, *, wheels: bool) -> str:
-        """Make a base image available; return its source in words. Raises UnavailableError if that is impossible.
+        """Make a base image, or a minimal Debian under its name, available; return where it came from, in words.
 
-        With `wheels`, pip in a stand-in also searches a copy of this machine's package folder (PIP_FIND_LINKS).
+        With `wheels`, pip in that Debian also searches a copy of this machine's package folder (PIP_FIND_LINKS).
+        Raises UnavailableError if neither is possible.
         """
         if self.docker("image", "inspect", name, check=False).returncode == 0:
             return "there"
         if self.pulls(name):
             return "pulled"
-        if not self.own:  # other users of this engine would get the stand-in under the image's name
+        if not self.own:  # other users of the engine would get the minimal Debian under the image's name
             raise UnavailableError(f"the base image {name} cannot be pulled")
         variables = {key: value for key, value in os.environ.items() if SETTINGS.match(key)}
         if not wheels:
@@ -168,13 +169,13 @@ def engine(size: int = 8 << 30) -> Iterator[Engine]:
         keeper.stdin.close()  # type: ignore[union-attr]  # stdin is a pipe
         keeper.wait(
             2 * STOP_SECONDS
-        )  # KEEPER deletes the folder in the background after that, because it may take minutes on a disk
+        )  # KEEPER then deletes the folder in the background, because this may take minutes on a disk
 
 
 # This shell script runs the engine in separate process and mount namespaces. It stops the engine when its standard
 # input closes, so nothing outlives a killed test run. The engine has a separate bridge and separate iptables rules:
 # otherwise two engines would give containers on docker0 the same addresses and delete each other's rules.
-# $1: folder; $2: size of a tmpfs for the data, or empty; $3: bridge; $4: n of the network 10.n.0.0/16; then dockerd.
+# $1: folder; $2: size of a tmpfs for the data, or empty; $3: bridge; $4: n of 10.n.0.0/16; the rest: dockerd's command.
 KEEPER = f"""
 folder=$1 size=$2 bridge=$3 network=10.$4.0.0/16 address=10.$4.0.1/24; shift 4
 exec 3<&0
@@ -278,7 +279,7 @@ def _debian(root: Path, brought: Sequence[Path]) -> None:
             target = root / path.relative_to("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             subprocess.run(["cp", "-a", "--no-target-directory", path.resolve(), target], check=True)
-    # Delete the sources of other package repositories, which this machine may have.
+    # Delete the copied apt sources of repositories other than Debian's.
     for other in (root / "etc/apt/sources.list.d").glob("*"):
         if "debian" not in other.name:
             other.unlink()

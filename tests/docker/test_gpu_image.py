@@ -47,7 +47,7 @@ print(json.dumps([[[f['target']['arch'], f['name']] for f in found if 'target' i
 
 @pytest.fixture(scope="module")
 def docker():
-    """Yield an engine that has the image; print the sizes and times of its build."""
+    """Build the image, print the times and sizes, and yield the Docker engine that has it."""
     with contextlib.ExitStack() as stack:
         try:
             docker_engine = stack.enter_context(engine(SIZE))

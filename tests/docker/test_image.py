@@ -44,14 +44,15 @@ def wait(condition, message):
 
 @pytest.fixture(scope="module")
 def docker():
-    """Yield an engine that has the image; print the time of its build and the sizes of its layers."""
+    """Build the image, print the build time and the sizes of its layers, and yield the Docker engine that has it."""
     with contextlib.ExitStack() as stack:
         try:
             daemon = stack.enter_context(engine())
             base = daemon.provide(BASE, wheels=True)
         except UnavailableError as error:
             pytest.skip(str(error))
-        index = os.environ.get("TORCH_INDEX", "" if "Debian" in base else None)  # a stand-in uses this machine's index
+        # In a minimal Debian that replaces the base image, torch comes from the index of pip's configuration.
+        index = os.environ.get("TORCH_INDEX", "" if "Debian" in base else None)
         argument = [] if index is None else ["--build-arg", f"TORCH_INDEX={index}"]
         try:
             took = daemon.build(IMAGE, "--build-arg", "DEVICE=cpu", *argument, seconds=BUILD_SECONDS)
@@ -206,7 +207,7 @@ def test_variables_are_settings_and_two_containers_share_nothing(run):
 def test_a_memory_limit_refuses_work_and_kills_nothing(run):
     """A container of 2 GiB gets large requests: the kernel kills no process, and the server answers a later request."""
     container = run("-m", "2g", "--memory-swap", "2g").ready()
-    large = np.zeros((1, 1, 1 << 21, 64), np.float32)  # 512 MiB for the request and for the answer
+    large = np.zeros((1, 1, 1 << 21, 64), np.float32)  # 512 MiB for q, and as much for the answer
     started = container.state(".State.StartedAt")
     with container.client(timeout=PATIENCE, retries=0) as client:
         with contextlib.suppress(flashpoint.FlashpointError):

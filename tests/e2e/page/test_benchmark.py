@@ -6,7 +6,7 @@ from playwright.sync_api import expect
 from tests.support.browser import cells, drawn, enter, fill, never_known, said, start_benchmark
 from tests.support.messages import ask
 
-# This script returns the fraction of a chart's width with dark pixels at the height of a value: a horizontal line.
+# This script returns the fraction of a chart's width that is dark at the height of `value`: large if there is a line.
 LEVEL = """async (value) => {
     const { charts } = await import("/static/chart.js");
     const { plot } = charts.get(document.querySelector("#benchmark .charts > div"));
@@ -52,7 +52,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     page.reload()  # the page's address has the benchmark's id
     expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
     assert cells(page, "benchmark") == shown
-    expect(page.locator("#playground .outcome")).to_be_visible()  # its answer moves the benchmark section down
+    expect(page.locator("#playground .outcome")).to_be_visible()  # the playground's answer moves the benchmark down
     expect(page.locator("#benchmark-title")).to_be_in_viewport()
     page.mouse.wheel(0, -100_000)
     expect(page.locator("#playground-title")).to_be_in_viewport()

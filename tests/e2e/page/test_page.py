@@ -36,7 +36,7 @@ def evil():
 
 
 def fence(server):
-    """Wait until the log has the line of a new request, and so the lines of all earlier requests."""
+    """Make a request and wait for its log line: the log then has the lines of all earlier requests, too."""
     server.wait_for_request(ask(server, "/info").headers["x-request-id"])
 
 
@@ -204,7 +204,7 @@ def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
 
 
 def test_caches_are_listed_and_deleted(page, server):
-    for what in ("caches", "saved"):  # the page also shows caches and saved forwards of other tests
+    for what in ("caches", "saved"):  # delete those of other tests, which the page would also show
         for one in server.get(f"/{what}")[1][what]:
             ask(server, f"/{what}/{one['id']}", "DELETE")
     with flashpoint.Client(server.url) as client:

@@ -70,7 +70,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
         weights.press("ArrowLeft")
     readout = play.locator(".readout")
     expect(readout).to_contain_text("Query 0, key 0\n")
-    weights.press("Enter")  # Enter hides the weights
+    weights.press("Enter")  # Enter, like a click, hides the selected key
     settled(page)
     expect(readout).to_contain_text("The mask hides this key: its weight is 0.")
     request = shown_request(page)

@@ -26,7 +26,7 @@ PAGES = ("index", "algorithm", "page", "reproduce", "reference/api", "reference/
 SLOWEST = "reference/api"  # axe takes 18 s there, as long as on 40 other pages
 
 
-# Slow, because `make docs`, which builds these pages too, already fails at a broken link.
+# Marked slow, so that `make test` skips this file: `make docs` also builds these pages, and fails at a broken link.
 pytestmark = pytest.mark.slow
 
 
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build the site with REPOSITORY as the repository's address, and serve it over HTTP."""
+    """Build the documentation site with links to the repository REPOSITORY, and serve it over HTTP."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     environment = os.environ | {"FLASHPOINT_REPOSITORY": REPOSITORY, "NO_MKDOCS_2_WARNING": "1"}
@@ -61,7 +61,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def opened(chromium):
-    """Yield a function that opens an empty browser page with this colour scheme and width."""
+    """Yield `new(scheme, width)`, which opens an empty browser page with a colour scheme and a width in pixels."""
     contexts = []
 
     def new(scheme="light", width=1280):

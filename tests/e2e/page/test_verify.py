@@ -148,7 +148,7 @@ def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
 
 @pytest.mark.slow
 def test_a_verification_shows_its_blocks_and_is_cancelled_while_it_runs(open_page, gated):
-    """While a verification's third block is blocked, the page shows the progress. After a cancel no block starts."""
+    """While the engine waits in the third block, the page shows the progress; after a cancel, no more blocks start."""
     page = open_page(gated.server)
     expect(page.locator("#playground .outcome")).to_be_visible()
     name = f"step-{uuid.uuid4().hex}"
