@@ -66,7 +66,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator], Any]] = {
 TAIL = 5.0  # largest allowed p99 / p50 of mixed requests
 # Limit in seconds. A server whose single call takes longer is left out: eight connections would take many seconds.
 SLOWEST = 1.0
-# Largest allowed error against float64, divided by the largest value. Errors of float32 are a tenth of this limit.
+# Largest allowed error against float64, divided by the largest value. float32 has errors far below it.
 BOUND = 1e-3
 NO_ROUND = "not measured: another program used the machine in every round"
 

@@ -228,7 +228,7 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
     shape = Shape(q_heads=8, q_len=1024, head_dim=64)
     _, forward = _median(lambda: client.attention(q, k, v, with_meta=True))
     _, backward = _median(lambda: client.attention_grad(do, q, k, v, o=o, lse=lse, with_meta=True))
-    long = zeros(1, 8, 2 * MIB // (64 * kind.itemsize), 64)  # 16 MiB, larger than most processor caches
+    long = zeros(1, 8, 2 * MIB // (64 * kind.itemsize), 64)  # 16 MiB each for k and v: reading them takes the time
     _, read = _median(lambda: client.attention(q[:, :, :1], long, long, with_meta=True))
     return Rates(
         call=call,

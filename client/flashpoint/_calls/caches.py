@@ -65,7 +65,7 @@ class AnyCache(HeldCache):
 
 
 def not_copied(cache: object) -> TypeError:
-    """Return the error for `copy.deepcopy` of an `AsyncCache`: only the server can copy a cache, by `fork`."""
+    """Return the error for `copy.deepcopy` of an asyncio cache: only the server can copy a cache, by `fork`."""
     return TypeError(f"{type(cache).__name__} cannot be deep-copied, because the server must be asked: await fork()")
 
 

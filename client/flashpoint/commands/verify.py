@@ -98,10 +98,11 @@ def verify(
     theme: Theme = "light",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Judge attention against float64, here or at a server: a backend's, or your own kernel's from a file.
+    """Judge attention against float64: a backend, your kernel's answers in FILE, or a function (--kernel).
 
-    Without sizes and without a FILE it draws 2 heads of 256 queries and keys, of head dimension 64. Each tensor's
-    largest error is held to a bound that comes from torch's own math in the same dtype.
+    A backend runs on this machine or at a server. Without FILE it computes a drawn problem: 2 heads of 256 queries and
+    keys, of head dimension 64, unless options set other sizes. Errors have bounds that depend on the dtype, on the
+    values, and on the error of torch's own math.
     """
     format = running.picture_format(json, plot)
     sizes = {

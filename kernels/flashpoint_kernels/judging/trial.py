@@ -332,7 +332,10 @@ class Trial:
             self.with_gradients.add(key)
 
     def _without_empty(self, name: str, answer: Tensor, outcome: Outcome) -> Tensor:
-        """Return an answer with 0 in place of NaN that rows without keys may have."""
+        """Return an answer without the NaN that rows without keys may have.
+
+        Such a NaN becomes 0 in o and dq, and the right value in dk and dv.
+        """
         lse = outcome.limits["lse"].value
         empty = lse == -math.inf
         if not bool(empty.any()):

@@ -127,8 +127,8 @@ INLINE const char *key_row(const struct rows_of_keys *rows, int64_t key) {
     return rows[key / STEP].at[key % STEP / GROUP] + key % GROUP * rows[key / STEP].step;
 }
 
-/* Return for each of STEP elements the larger of `peak` and the magnitudes in a bfloat16 row, as bits. As bits,
-   infinity and NaN are larger than all finite numbers. */
+/* Read a bfloat16 row in steps of STEP elements. Return in each of STEP lanes the largest of `peak` and the lane's
+   magnitudes, as bits. As bits, infinity and NaN are larger than all finite numbers. */
 INLINE __m512i peak_of_row(__m512i peak, const char *row, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP)
         peak = _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(row + 2 * d), _mm512_set1_epi16(0x7fff)));

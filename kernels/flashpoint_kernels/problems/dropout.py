@@ -18,9 +18,10 @@ _ROUNDS = 10
 
 
 def drop_below(p: float) -> int:
-    """Return ceil(p·2³²): dropout drops keys whose word is smaller.
+    """Return ceil(p·2³²): dropout drops each (query, key) pair whose random 32-bit word is smaller.
 
-    The result is exact, because multiplication by 2³² is exact; it is 2³² if p rounds up to 1.
+    The result is exact, because multiplication by 2³² is exact. It is 2³², so that every pair is dropped, if p is
+    larger than 1 − 2⁻³².
     """
     return math.ceil(p * 2.0**32)
 

@@ -1,4 +1,4 @@
-"""The float64 reference with the score matrix in memory, with which all backends are compared: see formula.py."""
+"""The float64 reference, with which tests compare all backends: the formula, for a block of queries at a time."""
 
 from flashpoint_contract.tensors import EVERY_FEATURE
 

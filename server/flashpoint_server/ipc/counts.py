@@ -18,7 +18,7 @@ _NUMBER = 8  # bytes of a number, a float64
 
 
 class WorkerGroup(NamedTuple):
-    """The HTTP processes that share counts: their directory, the number of this process, and how many there are.
+    """The HTTP processes that share counts: their directory, the number of this process, and how many there may be.
 
     Without a directory, this process is the only one.
     """

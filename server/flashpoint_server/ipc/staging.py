@@ -2,8 +2,9 @@
 
 A pool manages slots by size class in anonymous memory files (memfd); their descriptors are sent to the engines. The
 files have no name, so none can be left behind: a segment is freed when the last process unmaps it. The pool reuses
-released slots before it grows. Pages are touched when a segment is made, because the page faults of fresh memory cost
-more than the copy into it. A slot above the largest class gets its own segment, which is unmapped at its release.
+released slots before it grows. The memory pages of its segments are touched when they are made, because the page
+faults of fresh memory cost more than the copy into it. A slot above the largest class gets its own segment, which is
+not touched, and is unmapped at its release.
 
 States of a slot: free (in the list of its class) → used by one or more holders → free. The slot of a request contains
 its tensors: inputs, then outputs, each aligned to 64 bytes.

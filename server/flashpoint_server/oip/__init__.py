@@ -5,6 +5,7 @@ tensors' bytes, like the head of safetensors. It is parsed into the same shapes 
 is handled like one of /attention or /attention/grad.
 
     infer.py, head.py, answers.py   inference: its route, a request's JSON, an answer's JSON and parts
+    message.py                      a message of inference, by HTTP or gRPC
     inflated.py                     compressed bodies
     models.py, datatypes.py         the models and their descriptions
     routes.py                       the routes other than inference, and errors in the protocol's format

@@ -70,7 +70,8 @@ def test_a_page_of_another_site_computes_nothing_and_may_link_here(chromium, ser
     )
     page.evaluate("url => document.querySelector('a').href = url", server.url)
     page.get_by_text("prize").click()
-    expect(page.locator("#health")).to_have_text("Ready")  # the page's scripts and their requests are same-site
+    # A link from another site works: the requests that the page then sends are same-site.
+    expect(page.locator("#health")).to_have_text("Ready")
     context.close()
     fence(server)
     assert refused_since(server, first) == [("POST", infer), ("POST", "/benchmark"), ("OPTIONS", infer)]

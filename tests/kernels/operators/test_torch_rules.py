@@ -24,7 +24,7 @@ FORWARD = "forward-mode derivatives of attention are not available"
 BATCHED = "vmap of a gradient of attention is not available"
 FUNC = "torch.func does not differentiate attention"
 
-# Options for both paths of `attention`: with "plain" it calls the kernel directly, else through torch's dispatcher.
+# Options for both paths of `attention` with kernels in C: operators/plain.py, and ops.py for dropout.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": 1},
 }  # fmt: skip

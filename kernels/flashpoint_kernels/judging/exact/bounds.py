@@ -335,12 +335,13 @@ class _Chunk:
             bound = bound + (unit.half + _SUM * unit.w * length + unit.tf32) * sizes
             bound = bound + _ROUND * unit.u * o.abs() + 2 * unit.eta * visible + unit.tiny
             bounds.append(bound if quantized is None else bound + quantized)
-        # A weighted average lies between the smallest and the largest value, so no error can exceed their distance.
         largest = (
             batch.v.abs().amax((2, 3)).repeat_interleave(batch.group, 1)[..., None, None] if batch.keys else 0 * total
         )
         ill = (bounds[0].amax(-1, keepdim=True) > ILL_POSED * largest) & ~none & seen.any(-1, keepdim=True)
         if batch.keys and self.z is None:
+            # Without dropout, a weighted average lies between the smallest and the largest value (with a sink, 0 is one
+            # of the values). So the error of an average is at most the larger distance of o to these two.
             slack = 2 * unit.u * largest + unit.tiny
             high = batch.v.amax(2, keepdim=True).repeat_interleave(batch.group, 1)
             low = batch.v.amin(2, keepdim=True).repeat_interleave(batch.group, 1)

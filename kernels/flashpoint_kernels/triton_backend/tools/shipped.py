@@ -89,8 +89,9 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
 def representative() -> list[Variant]:
     """Return the variants that CI compiles.
 
-    For all architectures these are the kernels of the most frequent requests (bfloat16, D 128, level 0), and for some
-    architectures also those that need the most registers and shared memory.
+    For all architectures these are the kernels of the most frequent requests (bfloat16, D 128, no option that changes
+    the scores), also with pages and with block masks. For some architectures there are also other dtypes, head
+    dimensions and options, among them those that need the most registers and shared memory.
     """
     wide = product((80, 90, 100), ((192, 128), (576, 512)))
     variants = [Variant("forward", arch, "bfloat16", dim, value_dim=dv) for arch, (dim, dv) in wide]

@@ -123,7 +123,10 @@ class Executor:
         return None
 
     def _cut_calls(self, requests: Sequence[EngineRequest], cores: int) -> Sequence[Problem | CachedPart]:
-        """Write the tokens of calls over caches. Return the parts of all calls; a failed call has no parts."""
+        """Write the new tokens of calls over stored caches into the caches. Return the parts to compute, of all calls.
+
+        A call that fails gets `failure` and has no parts; if there is only one call, its error is raised.
+        """
         ready: list[tuple[EngineRequest, CachedCall, Sequence[StoredCache]]] = []
         for request in requests:
             try:
