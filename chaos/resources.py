@@ -130,7 +130,7 @@ def fill_staging(world: World) -> str | None:
 
 
 def fill_shm(world: World) -> str | None:
-    """Fill /dev/shm, and kill the JSON processes, so that their replacements must start without free space there."""
+    """Fill /dev/shm, and kill the codec processes, which convert JSON: the new ones must start without space there."""
     if not world.service.contained:
         return None
     path = Path(f"/proc/{world.service.pid}/root/dev/shm/filled")

@@ -333,7 +333,7 @@ STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decod
 
 
 def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:
-    """Return the groups of a stage for the device that `environment` describes."""
+    """Return the groups of tasks of a stage for the device that `environment` describes."""
     hopper = environment["capability"] == "9.0"
     timed = [Group(_without(group.tasks, environment["absent"])) for group in TIMED_STAGES[stage](sizes, hopper)]
     if stage != "first":

@@ -79,7 +79,7 @@ def _default(name: str) -> str:
 
 
 def _amount(name: str) -> str:
-    """Return the default of a setting with its unit, empty for one without a unit."""
+    """Return the default of a setting with its unit. Empty if it has no unit, or is 0 or None."""
     value = Settings.model_fields[name].default
     if name == "body_rate":
         return f"{_size(value)}/s"

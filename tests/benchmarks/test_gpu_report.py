@@ -17,7 +17,7 @@ HERE = {
 
 
 def made_up(ms: float | None, **more: Any) -> dict[str, Any]:
-    """Return a flat row of a made-up timing of `ms` milliseconds, in the form that `report.ratios` reads."""
+    """Return the row of a made-up timing of `ms` milliseconds, without nested objects, as `report.ratios` reads it."""
     row = {
         "direction": "forward", "dtype": "bfloat16", "head_dim": 128, "causal": False, "q_heads": 16, "kv_heads": 16,
         "batch": 32, "q_len": 512, "backend": "triton", "deterministic": False,

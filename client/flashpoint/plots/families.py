@@ -1,4 +1,4 @@
-"""Group the rows of a benchmark into families. The rows of a family differ only in length, and share a panel."""
+"""Group the rows of a benchmark into families. The rows of a family share a panel: see `Family`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the smallest failing case, and write it to a file for `flashpoint verify FILE` and `POST /verify`."""
+"""Find a small failing case, and write it to a file for `flashpoint verify FILE` and `POST /verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* Apply the caller's mask, ALiBi and dropout to the scores of one query, for forward.c and backward.c. */
+/* Apply the caller's mask and ALiBi to the scores of one query, and dropout to its exponentials. */
 
 #ifndef FLASHPOINT_OPTIONS
 #define FLASHPOINT_OPTIONS

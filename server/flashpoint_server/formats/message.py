@@ -1,4 +1,7 @@
-"""A request with tensors, in any format: its plan, and the common interface of the formats."""
+"""A request with tensors, in any format: its `RequestPlan`, and the base classes of the formats.
+
+A `Format` reads requests and writes answers; a `TensorMessage` is a request that it has read.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _ARRAYS = {"min": np.minimum, "max": np.maximum}
 _key_range = FunctionType(bounds.key_range.__code__, _ARRAYS)
 _query_range = FunctionType(bounds.query_range.__code__, _ARRAYS)
 
-# Number of launches whose lists are cached; the lists of launches with more than _FEW sequences are not cached.
-_KEPT, _FEW = 256, 64
+_KEPT = 256  # number of launches whose work lists are cached
+_FEW = 64  # the work lists of launches with more sequences are not cached
 
 
 T = TypeVar("T")

@@ -280,7 +280,7 @@ def load_tile(rows, first, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.c
 
 @triton.jit
 def store(rows, o, block, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
-    """Store `block` (len(o), BLOCK_D) to the rows `o`, without those beyond the last row or the last column."""
+    """Store `block` (len(o), BLOCK_D) to the rows `o`, without elements beyond the last row or the last column."""
     o_d = tl.arange(0, BLOCK_D)
     m_rows = o[:, None] < rows.length
     if not EVEN:
