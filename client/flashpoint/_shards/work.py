@@ -1,9 +1,9 @@
 """Assign requests (`Question`) to servers, and assign them again if a server fails. This module does no I/O.
 
 A server gets one question at a time: the one with the most (query, key) pairs that is not assigned, but questions that
-failed come first. If a server is full, stopping or gone, its question goes to another server, and the failed server gets
-its next question after a delay. If a server has not answered after half of the time that was left until the deadline,
-an idle server gets the same question; the first answer counts.
+failed come first. If a server is full, stopping or gone, its question goes to another server, and the failed server
+gets its next question after a delay. If a server has not answered after half of the time that was left until the
+deadline, an idle server gets the same question; the first answer counts.
 """
 
 from __future__ import annotations
