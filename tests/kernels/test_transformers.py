@@ -74,7 +74,7 @@ def test_training_is_as_exact_as_eager(
         for each, weights in model.named_parameters():
             weights.detach().mul_(1 if "norm" in each else 0.5)
     model.to(dtype)
-    squares: dict[str, list[Tensor]] = {}  # per batch: our error, eager's error, the true values
+    squares: dict[str, list[Tensor]] = {}  # per batch, sums of squares: our error, eager's error, true values
     for seed in range(8):
         tokens = torch.randint(1, 50, TOKENS.shape, generator=torch.Generator().manual_seed(seed))
         ours, eager = (trained(model, attention, dtype, tokens) for attention in (NAME, "eager"))

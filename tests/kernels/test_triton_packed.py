@@ -43,7 +43,8 @@ def test_each_option_alone(case: dict[str, Any]) -> None:
     check(case, FEW, 70)
 
 
-@pytest.mark.full  # and not `slow`: test_triton_options.py tests every pair with the same kernels
+# Only in `make test-full`, because test_triton_options.py tests every pair of options with these kernels.
+@pytest.mark.full
 @pytest.mark.parametrize("case", pairs(), ids=name_of)
 def test_every_pair_of_options(case: dict[str, Any]) -> None:
     check(case, FEW, 70)

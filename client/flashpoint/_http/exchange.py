@@ -1,8 +1,12 @@
 """Manage the attempts of one call: its deadline, its retries and its answer. This module does no I/O.
 
-`Client` and `AsyncClient` drive an `Exchange`. They only send, read and sleep:
+`Client` and `AsyncClient` drive an `Exchange`. They only send, read and sleep, and call its methods:
 
-    request → begin → (space → filled) … → answer      or      failed → how long to sleep → request …
+    request()      returns what to send
+    begin(…)       takes the status and the fields of the answer
+    space()        returns memory for the next bytes of the answer; filled(n) says how many came
+    answer()       returns the result after the last byte
+    failed(…)      takes an error, and returns the seconds to sleep before the next request()
 """
 
 from __future__ import annotations

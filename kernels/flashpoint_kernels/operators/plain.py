@@ -47,7 +47,7 @@ class Route:
     forward_spec: Spec
     backward_spec: Spec
     row: Row
-    # Key: number of threads, strides of each tensor. Value: the replay, after the library that it calls.
+    # Key: (number of threads, strides of each tensor). Value: (library, `Replay` that calls this library).
     _replays: dict[tuple[object, ...], tuple[native.Library, Replay]] = field(default_factory=dict)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,10 @@ class Request:
         self.cancelled = False
 
     def check(self, status, fields, body, *, short):
-        """Assert that this answer to the request is allowed. `short`: the server lacked memory while it arrived."""
+        """Assert that this answer to the request is allowed.
+
+        `short`: while the request arrived, the server lacked memory.
+        """
         if status == 200:
             assert self.plan in ("answers", "deadline")
             assert body == self.tensor

@@ -43,7 +43,10 @@ async def until(condition):
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """Return a function from a suffix, such as ".gate", to the file of this gate (tests/support/faulty/engine.py)."""
+    """Return a function that returns the path of the file with a suffix, such as ".gate".
+
+    The files tell the engine of tests/support/faulty/engine.py when to wait and when to fail.
+    """
     monkeypatch.setenv("FLASHPOINT_TEST_GATE", str(tmp_path / "open"))
     return (tmp_path / "open").with_suffix
 

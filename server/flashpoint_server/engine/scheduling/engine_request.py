@@ -295,7 +295,7 @@ class EngineRequest:
 
     @property
     def memory(self) -> Mapping[int, mmap.mmap]:
-        """The shared memory of its tensors, by segment."""
+        """The shared memory of its HTTP process, in which its tensors lie, by the number of the segment."""
         return self.worker.segments
 
     @property

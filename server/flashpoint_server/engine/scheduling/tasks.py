@@ -45,10 +45,10 @@ class Compute(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Cut a request into parts, if it has many sequences or uses caches. The first part runs directly afterwards.
+    """Cut one request with many sequences, or one or more requests over caches, into parts to compute.
 
-    Calls over caches that begin with the same keys are cut together. If calls over caches make only one part, this task
-    also computes it. `cores` is the number of free cores for the parts.
+    Requests over caches are cut together if their caches begin with the same keys; if there is only one part, this task
+    also computes it. Otherwise the first part runs directly afterwards. `cores` is the number of free cores.
     """
 
     requests: Sequence[EngineRequest]

@@ -321,10 +321,10 @@ def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(request, morta
 
 @pytest.mark.slow
 def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_device(mortal, tmp_path):
-    """An engine whose start fails for lack of memory is started again. If it would use another device, the server ends.
+    """An engine whose start fails for lack of memory is started again.
 
-    Otherwise `--device auto` would serve from the CPU and hide the loss of a GPU. Also, a lone request is computed
-    after max_queue_delay.
+    If it would then use another device than before, the server ends. If it went on, `--device auto` would serve from
+    the CPU and hide the loss of a GPU. Also, a lone request is computed after max_queue_delay.
     """
     (tmp_path / "open.short").touch()
     faulty = mortal(max_queue_delay=0.2)
