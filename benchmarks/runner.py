@@ -54,13 +54,13 @@ def run(
     malloc: bool = True,
     **options: dict[str, Any],
 ) -> NoReturn:
-    """Measure, print the measurements and targets, write OUT/WHAT-DEVICE.json, and exit: with 1 if a target is missed.
+    """Measure, print the measurements and targets, write OUT/WHAT-MACHINE.json, and exit: with 1 if a target is missed.
 
     `measure` returns None if nothing could be measured. It prints its `rows` itself, each as soon as it is measured.
     With `malloc`, the measured processes have the settings `MALLOC`.
     """
     doc = inspect.getmodule(measure).__doc__  # type: ignore[union-attr]
-    ends = f"Writes OUT/{what}-DEVICE.json. The exit code is 1 if a target is missed or nothing could be measured."
+    ends = f"Writes OUT/{what}-MACHINE.json. The exit code is 1 if a target is missed or nothing could be measured."
     parser = argparse.ArgumentParser(description=doc, epilog=ends, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, keywords in options.items():
         parser.add_argument(f"--{name}", **keywords)
