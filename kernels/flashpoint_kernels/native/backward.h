@@ -53,7 +53,8 @@ enum range {
     NONFINITE, /* infinity or NaN, which must not change the results of queries that do not see them */
 };
 
-/* The keys of one step: `keys` from `position` on. Its queries see only keys in [from, to). */
+/* The keys of one step: `keys` from `position` on. Its queries see only keys in [from, to), which lies in the block:
+   0 <= from <= to <= KEYS. An empty range is [0, 0). */
 struct block {
     int64_t position, keys, from, to;
     int all; /* each query sees each key of [from, to) */
@@ -200,8 +201,9 @@ INLINE void see(const struct call *call, const struct part *part, int64_t head, 
         from = from / unit * unit;
     }
     to = rounded(to, unit);
+    if (from >= to) from = to = 0;
     block->from = from;
-    block->to = from < to ? to : from;
+    block->to = to;
     block->all = !part->blocks.at && to <= block->keys && first + count - 1 + part->low <= block->position + from &&
                  block->position + to <= first + part->high;
 }

@@ -16,6 +16,10 @@
 #define KEY_TILES (KEYS / 16)
 #define STRIP_BYTES (KEY_TILES * TILE_BYTES) /* size of a strip's P or dS as tiles of b */
 
+#if LANES != 16
+#error "a row of a tile is one vector of 16 floats"
+#endif
+
 struct scratch {
     struct sums sums;
     char *q_rows, *dout_rows;          /* (rows, dim), (rows, value_dim): the heads' queries one after another */

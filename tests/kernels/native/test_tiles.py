@@ -12,7 +12,7 @@ from tests.kernels.conftest import LEVELS
 from tests.support.kernels.shared_pages import check
 from tests.support.kernels.solving import normal, qkv
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif("avx512" not in LEVELS, reason="tiles are vectors of AVX-512")]
+pytestmark = pytest.mark.skipif("avx512" not in LEVELS, reason="tiles are vectors of AVX-512")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,18 @@ def in_c(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
     names = native.Functions._fields[1:]
     tiles = native.Functions("c-tiles", *(loaded[f"flashpoint_{name}_tiles"] for name in names))
     return native.Library(tiles, tiles)
+
+
+# Queries 96 to 127 of the second block of 128 see nothing of some block of keys. In the first window the keys that they
+# see begin after it, in the second they end before it.
+@pytest.mark.parametrize("window", [(20, 0), (0, 20)], ids=str)
+def test_a_window_that_leaves_some_queries_without_keys_of_a_block(
+    in_c: native.Library, monkeypatch: pytest.MonkeyPatch, window: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: in_c)
+    t = qkv(1, 1, 256, 384, 32, dtype=torch.bfloat16)
+    report = verify(t, Options(backend="torch", window=window))
+    assert report.ok, [e for e in report.tensors if not e.ok]
 
 
 @pytest.mark.parametrize(
