@@ -1,8 +1,8 @@
 """The metrics of the service, for Prometheus.
 
 A single HTTP process counts in its own memory. Several HTTP processes count in memory-mapped files in a directory: the
-supervisor names it in PROMETHEUS_MULTIPROC_DIR before it starts them, and any of them answers a scrape for all. The
-versions and the resources of each process are read at each scrape (observed.py).
+supervisor names it when it starts them, and any of them answers a scrape for all. The versions and the resources of
+each process are read at each scrape (observed.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from flashpoint_server import MULTIPROCESS
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, Done, Holding
 from flashpoint_server.observability.observed import build_info, used
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
-DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
@@ -52,7 +52,7 @@ class Metrics(Listener):
     def __init__(self) -> None:
         self.registry = registry = _Registry(self._count)
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._at_once = 1 if DIRECTORY in os.environ else AT_ONCE  # 1: other processes may read the files at any time
+        self._at_once = 1 if MULTIPROCESS in os.environ else AT_ONCE  # 1: other processes may read the files at any time
         self._children: dict[tuple[object, ...], MetricWrapperBase] = {}
 
         def counter(name: str, help_: str, *labels: str) -> Counter:
@@ -231,7 +231,7 @@ class Metrics(Listener):
 
     def everywhere(self) -> CollectorRegistry:
         """Return a registry with the counts of all HTTP processes."""
-        if DIRECTORY not in os.environ:
+        if MULTIPROCESS not in os.environ:
             return self.registry
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]

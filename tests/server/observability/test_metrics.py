@@ -126,3 +126,14 @@ def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
     line = server.wait_for_request(name)
     assert (line["status"], line["code"]) == (499, "client_gone")
     wait_for(lambda: client_gone(server) == before + 1, lambda: read_metrics(server))
+
+
+@pytest.mark.parametrize(("name", "below"), [("PROMETHEUS_MULTIPROC_DIR", ""), ("prometheus_multiproc_dir", "missing")])
+def test_a_folder_for_metrics_in_the_environment_of_another_program_has_no_effect(start_server, tmp_path, name, below):
+    """prometheus_client would add what other processes have counted there, and fail in a folder that is missing."""
+    server = start_server(environment={name: str(tmp_path / below)})
+    for _ in range(3):
+        assert post(server, "/attention", SMALL).status == 200
+    wait_for(lambda: read_metrics(server).get('flashpoint_ended_total{how="answered"}') == 3, lambda: "not counted")
+    assert read_metrics(server)["flashpoint_ready"] == 1
+    assert not list(tmp_path.iterdir())
