@@ -10,7 +10,7 @@ import flashpoint
 import flashpoint.torch
 from flashpoint_kernels import ProblemError, attention, attention_backward
 from flashpoint_kernels.modules import FlashAttention
-from tests.support.dense_attention import tensors
+from tests.support.oracle import tensors
 
 X = tensors(2, 2, 8, 16, n=1)[0]
 REFUSED = (ProblemError, flashpoint.InvalidInputError)

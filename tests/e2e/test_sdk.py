@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashpoint
-from tests.support.dense_attention import close, dense, tensors
+from tests.support.oracle import answer, close, tensors
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +20,17 @@ def client(server):
 def test_torch_in_torch_out(client):
     q, k, v, _ = tensors(2, 4, 33, 16)
     o, lse = client.attention(q, k[:, :2], v[:, :2], causal=True, return_lse=True)
-    expected = dense(q, k[:, :2], v[:, :2], causal=True)
+    expected = answer({"q": q, "k": k[:, :2], "v": v[:, :2]}, {"causal": True})
     assert (o.dtype, lse.dtype) == (torch.float32, torch.float32)
-    close(o, expected[0])
-    close(lse, expected[1])
+    close(o, expected["o"])
+    close(lse, expected["lse"])
 
 
 def test_numpy_in_numpy_out(client):
     q, k, v, _ = tensors(2, 4, 33, 16)
     o = client.attention(q.numpy(), k.numpy(), v.numpy())
     assert isinstance(o, np.ndarray)
-    close(o, dense(q, k, v)[0])
+    close(o, answer({"q": q, "k": k, "v": v}, {})["o"])
 
 
 def test_bfloat16_is_the_same_bits_from_numpy_and_from_torch(client):
@@ -40,24 +40,20 @@ def test_bfloat16_is_the_same_bits_from_numpy_and_from_torch(client):
     assert from_numpy.dtype == ml_dtypes.bfloat16
     assert from_torch.dtype == torch.bfloat16
     assert from_numpy.view(np.uint16).tolist() == from_torch.view(torch.uint16).tolist()
-    close(from_torch, dense(q, k, v)[0], bound=2**-7)
+    close(from_torch, answer({"q": q, "k": k, "v": v}, {})["o"], bound=2**-7)
 
 
 def test_masks_sinks_and_lengths_mean_what_they_say(client):
     q, k, v, _ = tensors(2, 2, 9, 8)
     mask, sinks = tensors(2, 1, 9, 9, n=1)[0], torch.tensor([0.5, -1.0])
-    close(client.attention(q, k, v, attn_mask=mask, sinks=sinks), dense(q, k, v, mask=mask, sinks=sinks)[0])
-    close(client.attention(q, k, v, attn_mask=mask > 0), dense(q, k, v, mask=mask > 0)[0])
-    o = client.attention(q, k, v, kv_lengths=[9, 4])
-    close(o[1:], dense(q[1:], k[1:, :, :4], v[1:, :, :4])[0])
+    for more in ({"attn_mask": mask, "sinks": sinks}, {"attn_mask": mask > 0}, {"kv_lengths": [9, 4]}):
+        close(client.attention(q, k, v, **more), answer({"q": q, "k": k, "v": v, **more}, {})["o"])
 
 
 def test_ragged_batches(client):
     q, k, v, _ = tensors(12, 2, 8)
-    o = client.attention(q, k, v, layout="thd", cu_seqlens_q=[0, 5, 12], cu_seqlens_k=np.array([0, 5, 12], np.int32))
-    for part in (slice(0, 5), slice(5, 12)):
-        alone = dense(*(t[part].transpose(0, 1)[None] for t in (q, k, v)))[0]
-        close(o[part], alone[0].transpose(0, 1))
+    t = {"q": q, "k": k, "v": v, "cu_seqlens_q": [0, 5, 12], "cu_seqlens_k": np.array([0, 5, 12], np.int32)}
+    close(client.attention(**t, layout="thd"), answer(t, {"layout": "thd"})["o"])
 
 
 def test_every_option_of_a_call_arrives(client):
@@ -79,17 +75,15 @@ def test_every_option_of_a_call_arrives(client):
 
 def test_gradients_with_and_without_the_forwards_answers(client):
     q, k, v, do = tensors(1, 2, 21, 16)
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    t = {"q": q, "k": k, "v": v, "do": do}
     o, lse = client.attention(q, k, v, return_lse=True)
     dlse = tensors(1, 2, 21, n=1, seed=1)[0]
-    expected_o, expected_lse = dense(*leaves)
-    expected = torch.autograd.grad((expected_o * do).sum(), leaves, retain_graph=True)
+    expected = answer(t, {})
     for actual in (client.attention_grad(do, q, k, v), client.attention_grad(do, q, k, v, o=o, lse=lse)):
-        for grad, wanted in zip(actual, expected, strict=True):
-            close(grad, wanted)
-    expected = torch.autograd.grad((expected_o * do).sum() + (expected_lse * dlse).sum(), leaves)
+        for grad, name in zip(actual, ("dq", "dk", "dv"), strict=True):
+            close(grad, expected[name])
     (dk,) = client.attention_grad(do, q, k, v, o=o, lse=lse, dlse=dlse, grads=["dk"])
-    close(dk, expected[1])
+    close(dk, answer(t | {"dlse": dlse}, {})["dk"])
 
 
 def test_a_picked_seed_gives_the_same_mask_again(client):
@@ -141,7 +135,7 @@ def test_the_asynchronous_twin(server):
     with flashpoint.Client(server.url) as client:
         assert info.keys() == client.info().keys()
         for i, o in enumerate(answers, 1):
-            close(o, dense(q * i, k, v)[0])
+            close(o, answer({"q": q * i, "k": k, "v": v}, {})["o"])
         for actual, same in zip(grads, client.attention_grad(do, q, k, v), strict=True):
             assert np.array_equal(actual, same.numpy())
 

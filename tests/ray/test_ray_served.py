@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flashpoint
-from tests.support.dense_attention import close, dense, tensors
 from tests.support.messages import JSON, PROBLEM, message, post
+from tests.support.oracle import answer, close, tensors
 from tests.support.ray_cluster import END_SECONDS, ENGINE, deploy, wait_for
 
 pytestmark = pytest.mark.slow  # the cluster takes 15 s to start
@@ -34,7 +34,8 @@ def cluster(request):
 def problem():
     """Return (tensors, expected output) of an attention call."""
     q, k, v = tensors(1, 4, 256, 64, n=3)
-    return {"q": q, "k": k, "v": v}, dense(q, k, v)[0]
+    t = {"q": q, "k": k, "v": v}
+    return t, answer(t, {})["o"]
 
 
 @contextlib.contextmanager
@@ -52,32 +53,30 @@ def stopped(engines):
 
 def test_answers_are_exact_in_every_encoding(cluster):
     q, k, v, do = tensors(2, 4, 33, 16)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    o, lse = dense(*leaves, causal=True)
-    expected = torch.autograd.grad(o, leaves, do.double())
+    expected = answer({"q": q, "k": k, "v": v, "do": do}, {"causal": True})
     with flashpoint.Client(cluster.url) as client:
         actual, meta = client.attention(q, k, v, causal=True, return_lse=True, request_id="mine", with_meta=True)
-        close(actual[0], o)
-        close(actual[1], lse)
+        close(actual[0], expected["o"])
+        close(actual[1], expected["lse"])
         assert meta.request_id == "mine"
-        for gradient, truth in zip(client.attention_grad(do, q, k, v, causal=True), expected, strict=True):
-            close(gradient, truth)
+        for name, gradient in zip(("dq", "dk", "dv"), client.attention_grad(do, q, k, v, causal=True), strict=True):
+            close(gradient, expected[name])
     body = json.dumps({"q": q.tolist(), "k": k.tolist(), "v": v.tolist(), "causal": True}).encode()
-    close(post(cluster, "/attention", body, JSON).json["o"], o)
+    close(post(cluster, "/attention", body, JSON).json["o"], expected["o"])
     inputs = [
         {"name": n, "shape": list(t.shape), "datatype": "FP32", "data": t.flatten().tolist()}
         for n, t in (("q", q), ("k", k), ("v", v))
     ]
     body = json.dumps({"inputs": inputs, "parameters": {"causal": True}}).encode()
-    (answer,) = post(cluster, "/v2/models/attention/infer", body, JSON).json["outputs"]
-    close(np.reshape(answer["data"], answer["shape"]), o)
+    (output,) = post(cluster, "/v2/models/attention/infer", body, JSON).json["outputs"]
+    close(np.reshape(output["data"], output["shape"]), expected["o"])
 
 
 def test_a_body_of_many_chunks_comes_whole(cluster):
     q, k, v = tensors(1, 4, 4096, 64, n=3)  # k and v have 4 MiB each
     q = q[:, :, :8].contiguous()
     reply = post(cluster, "/attention", message({"q": q, "k": k, "v": v}))
-    close(reply.tensors["o"], dense(q, k, v)[0])
+    close(reply.tensors["o"], answer({"q": q, "k": k, "v": v}, {})["o"])
 
 
 def test_our_refusals_come_through(cluster):

@@ -285,3 +285,15 @@ def _product(weights, rows, seen):
     if np.isfinite(rows).all():
         return weights @ rows
     return np.where(seen[..., None], weights[..., None] * rows[:, None], 0).sum(2)
+
+
+def tensors(*shape, dtype=torch.float32, n=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(n)]
+
+
+def close(actual, expected, bound=2e-6):
+    """Check that no element is off by more than a share `bound` of the largest expected one."""
+    actual = torch.as_tensor(actual).double()
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= bound * expected.abs().max()

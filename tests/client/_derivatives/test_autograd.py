@@ -13,7 +13,7 @@ import flashpoint
 import flashpoint.torch
 from flashpoint_kernels import quantize
 from flashpoint_kernels.modules import Block
-from tests.support.dense_attention import tensors
+from tests.support.oracle import tensors
 
 # torch's forward-mode derivatives use torch.jit.script, which warns about its deprecation once in each process.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 import flashpoint
 from flashpoint.torch import attention
-from tests.support.dense_attention import tensors
+from tests.support.oracle import tensors
 from tests.support.servers import wait_for
 from tests.support.sockets import held_since
 
