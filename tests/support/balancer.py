@@ -1,8 +1,9 @@
-"""Load balancers for two servers: a small one in Python, and nginx and HAProxy with the configurations of deploy/."""
+"""Proxies: a load balancer in Python, nginx and HAProxy as deploy/ configures them, and nginx and Varnish as caches."""
 
 import contextlib
 import http.client
 import itertools
+import os
 import shutil
 import socket
 import subprocess
@@ -73,16 +74,35 @@ def by_hash(servers):
     return lambda name: choices[zlib.crc32(name.encode()) % len(choices)]
 
 
-@contextlib.contextmanager
 def nginx(servers, folder):
     """Start nginx with deploy/nginx/flashpoint.conf."""
-    port = _configure("nginx/flashpoint.conf", servers, folder / "flashpoint.conf")
+    return _nginx(folder, "flashpoint.conf", _configure("nginx/flashpoint.conf", servers, folder / "flashpoint.conf"))
+
+
+def _nginx(folder, name, port):
+    """Start nginx with the file `name` of `folder` as its part `http`."""
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     http = ["access_log off;", *(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)]
-    http.append(f"include {folder}/flashpoint.conf;")
-    (folder / "nginx.conf").write_text(f"daemon off; pid {folder}/pid; events {{}} http {{ {' '.join(http)} }}")
-    with _running(["nginx", "-e", "stderr", "-p", folder, "-c", folder / "nginx.conf"], port) as address:
-        yield address
+    http.append(f"include {folder}/{name};")
+    user = "user root; " if os.geteuid() == 0 else ""  # another user could not write into `folder`
+    (folder / "nginx.conf").write_text(f"{user}daemon off; pid {folder}/pid; events {{}} http {{ {' '.join(http)} }}")
+    return _running(["nginx", "-e", "stderr", "-p", folder, "-c", folder / "nginx.conf"], port)
+
+
+def caching_nginx(server, folder):
+    """Start nginx as a cache of `server`, which stores every answer that its header fields allow for an hour."""
+    port = _free_port()
+    rules = f"proxy_cache seen; proxy_cache_valid any 1h; proxy_pass http://127.0.0.1:{server.port};"
+    body = f"proxy_cache_path {folder}/seen keys_zone=seen:1m;"
+    (folder / "cache.conf").write_text(f"{body} server {{ listen 127.0.0.1:{port}; location / {{ {rules} }} }}")
+    return _nginx(folder, "cache.conf", port)
+
+
+def varnish(server, folder):
+    """Start Varnish with its default rules in front of `server`."""
+    port = _free_port()
+    places = ["-a", f"127.0.0.1:{port}", "-b", f"127.0.0.1:{server.port}", "-n", folder / "varnish"]
+    return _running(["varnishd", "-F", "-j", "none", "-s", "malloc,16m", *places], port)
 
 
 @contextlib.contextmanager
@@ -104,8 +124,7 @@ def _path(program):
 
 def _configure(name, servers, path):
     """Write a configuration of deploy/ to `path`, with the addresses of `servers` and a free port; return this port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = _free_port()
     text = (DEPLOY / name).read_text()
     for address, server in zip(("10.0.0.1:8000", "10.0.0.2:8000"), servers.values(), strict=True):
         assert address in text
@@ -113,6 +132,11 @@ def _configure(name, servers, path):
     assert "0.0.0.0:8080" in text
     path.write_text(text.replace("0.0.0.0:8080", f"127.0.0.1:{port}"))
     return port
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -340,19 +340,18 @@ class Direct:
     def unwatch(self) -> None:
         self._http.watcher = None
 
-    async def answer(self, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
-        """Send status 200 with `headers` and `parts`. If this takes longer than `seconds`, abort the connection.
+    async def answer(self, fields: Iterable[tuple[bytes, bytes]], parts: list[Part], seconds: float) -> bool:
+        """Send status 200 with the header `fields` and `parts`. After `seconds`, abort the connection.
 
         Return False in this case, else True, also if the client has disconnected. When this returns, the transport
-        refers to no memory of `parts`. `headers` must contain Content-Length.
+        refers to no memory of `parts`. `fields` must contain Content-Length.
         """
         http, cycle = self._http, self._cycle
         if self.gone:
             return True
         cycle.response_started = True
-        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
-        first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, persistence(cycle)))
-        head = b"".join((STATUS_LINE[200], *first, named, *last, b"\r\n"))
+        lines = [b"%s: %s\r\n" % field for field in (*cycle.default_headers, *fields, *persistence(cycle))]
+        head = b"".join((STATUS_LINE[200], *lines, b"\r\n"))
         end = http.loop.time() + seconds
         for piece in pieces([head, *parts]) if http.secure else [[head, *parts]]:
             if http.transport.is_closing():

@@ -16,6 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
@@ -65,7 +66,7 @@ class EndingProtocol(HttpToolsProtocol):
         blank = {"method": "", "path": "", "headers": ()}
         exchange = Exchange.open(cycle.scope if unfinished else blank)  # type: ignore[arg-type]  # the library's types
         exchange.status, exchange.code = refusal.status, refusal.code
-        self.last_answer, exchange.bytes_out = _written(refusal, exchange.request_id)
+        self.last_answer, exchange.bytes_out = _written(refusal, exchange)
         ours = refusal.code in ("out_of_memory", "internal_error")
         if ours:
             log.error("failed", request_id=exchange.request_id, error=type(cause).__name__, exc_info=cause)
@@ -149,12 +150,10 @@ def _refusal_of(cause: Exception, *, in_body: bool) -> Refusal:
     return Refusal("malformed_head", "the request is not valid HTTP/1.1")
 
 
-def _written(refusal: Refusal, request_id: str) -> tuple[bytes, int]:
+def _written(refusal: Refusal, exchange: Exchange) -> tuple[bytes, int]:
     """Return the bytes of an error answer with `Connection: close`, and the size of its body."""
-    body = refusal.body(request_id)
-    fields = {
-        "content-type": MEDIA_TYPE, "content-length": str(len(body)), "x-request-id": request_id, **refusal.headers,
-        "connection": "close",
-    }  # fmt: skip
-    head = "".join(f"{name.lower()}: {value}\r\n" for name, value in fields.items())
-    return b"%s%s\r\n%s" % (STATUS_LINE[refusal.status], head.encode(), body), len(body)
+    body = refusal.body(exchange.request_id)
+    given = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), **refusal.headers, "Connection": "close"}
+    fields = answer_fields(exchange, ((name.lower().encode(), value.encode()) for name, value in given.items()))
+    head = b"".join(b"%s: %s\r\n" % field for field in fields)
+    return b"%s%s\r\n%s" % (STATUS_LINE[refusal.status], head, body), len(body)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.body import ClientGoneError
+from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import STATUS, Refusal, Writer
 
@@ -25,9 +26,7 @@ log = structlog.stdlib.get_logger("flashpoint.http")
 
 _PARTS = 8  # maximum parts of a path in logs and metrics; the longest path of /v2 has 7
 CLIENT_GONE = 499  # not an HTTP status: nginx logs it for a client that disconnects before its answer
-REPLICA_FIELD = "x-flashpoint-replica"
 ENDLESS = "/events"  # the last part of the paths of event streams, which last as long as their job
-_NO_GUESSING = (b"x-content-type-options", b"nosniff")  # browsers must not guess the media type
 
 
 class Application(FastAPI):
@@ -83,10 +82,7 @@ class Envelope:
         async def stamped_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                fields = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode()), _NO_GUESSING]
-                if exchange.replica:
-                    fields.append((REPLICA_FIELD.encode(), exchange.replica.encode()))
-                message["headers"] = fields
+                message["headers"] = answer_fields(exchange, message.get("headers", ()))
             else:
                 exchange.bytes_out += len(message.get("body", b""))
             await send(message)

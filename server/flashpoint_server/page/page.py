@@ -22,6 +22,7 @@ from flashpoint_contract.options import Backend, CausalAlignment, Layout, Precis
 from flashpoint_contract.schemas.benchmark import BenchmarkRequest, PlotKind, Preset, TimedDtype
 from flashpoint_contract.schemas.shapes import Direction, Dtype, Shape
 from flashpoint_contract.schemas.verify import Extra, VerifyRequest
+from flashpoint_server.exchange import Exchange
 from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.service import Service
@@ -40,6 +41,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
 }
+_TAG = re.compile(r'(?:W/)?("[^"]*")')
 HTML = "text/html; charset=utf-8"
 TYPES = {
     "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "json": "application/json",
@@ -87,9 +89,17 @@ class _File:
 
     async def answer(self, request: Request) -> Response:
         headers = HEADERS | {"Content-Security-Policy": self._policy, "ETag": self._etag}
-        if request.headers.get("if-none-match") == self._etag:
+        if has_copy(Exchange.of(request.scope).headers.get("if-none-match", ""), self._etag):
             return Response(status_code=304, headers=headers)
         return Response(self._content, headers=headers, media_type=self._media_type)
+
+
+def has_copy(if_none_match: str, etag: str) -> bool:
+    """Return whether the values of If-None-Match name `etag`: `*`, or a list of tags (RFC 9110, §13.1.2).
+
+    A proxy that compresses a file makes its tag weak: `W/"…"`. The comparison ignores this.
+    """
+    return if_none_match.strip() == "*" or etag in _TAG.findall(if_none_match)
 
 
 def _render(template: str, **values: Any) -> bytes:

@@ -28,7 +28,8 @@ from flashpoint_server.exchange import Exchange, LaunchInfo, Timings
 from flashpoint_server.formats.message import Format, Kind, RequestPlan, TensorMessage, refuse_invalid, text_bytes
 from flashpoint_server.formats.negotiation import formats
 from flashpoint_server.http.body import ClientGoneError, Part, RequestBody
-from flashpoint_server.http.envelope import REPLICA_FIELD, send_refusal
+from flashpoint_server.http.envelope import send_refusal
+from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, Recall, Save
 from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -337,19 +338,17 @@ async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, s
     """
     exchange, direct, settings = request.exchange, request.body.direct, request.service.settings
     size = sum(map(len, parts))
-    fields = {**fields, "content-length": str(size)}
+    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+    raw.append((b"content-length", b"%d" % size))
     if direct is None:  # another ASGI server may keep the memory longer, so it gets a copy
-        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
         await request.send({"type": "http.response.start", "status": 200, "headers": raw})
         await request.send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
         return
     if direct.gone:
         raise ClientGoneError
     exchange.status, exchange.bytes_out = 200, size
-    fields["x-request-id"] = exchange.request_id
-    if exchange.replica:
-        fields[REPLICA_FIELD] = exchange.replica
-    if not await direct.answer(fields, parts, settings.body_timeout + size / settings.body_rate):
+    patience = settings.body_timeout + size / settings.body_rate
+    if not await direct.answer(answer_fields(exchange, raw), parts, patience):
         exchange.code = "answer_timeout"
 
 

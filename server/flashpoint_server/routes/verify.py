@@ -135,7 +135,7 @@ async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
 
 async def _send_event(request: RouteRequest, kind: str, data: bytes) -> None:
     if request.exchange.status is None:
-        headers = [(b"content-type", EVENT_STREAM.encode()), (b"cache-control", b"no-store")]
+        headers = [(b"content-type", EVENT_STREAM.encode())]
         await request.send({"type": "http.response.start", "status": 200, "headers": headers})
     frame = b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
     await request.send({"type": "http.response.body", "body": frame, "more_body": True})

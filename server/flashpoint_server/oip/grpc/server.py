@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.http.fields import HTTP_ALONE
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
 from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, MessageBody, infer_grpc
@@ -268,7 +269,8 @@ async def _ask(
 
 async def _answered(reply: RpcReply, context: Any) -> bytes:
     """Return the body of an answer, or end the call if it is an error. Header fields become trailing metadata."""
-    beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
+    unsent = {"connection", "content-length", "content-type"} | HTTP_ALONE
+    beside = {name: value for name, value in reply.fields.items() if name not in unsent}
     context.set_trailing_metadata(tuple(beside.items()))
     if reply.status != 200:
         document = json.loads(reply.body)

@@ -97,7 +97,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
                 else:
                     yield b":\n\n"
 
-        return StreamingResponse(stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-store"})
+        return StreamingResponse(stream(), media_type=EVENT_STREAM)
 
     @routes.delete("/{id}", summary="Cancel a benchmark", responses=known)
     async def cancel(request: Request, id: str) -> BenchmarkJob:
