@@ -93,8 +93,8 @@ def flex_attention(
     """
     refuse_transforms((("query", query), ("key", key), ("value", value)))
     query, key, value = autocast(query, key, value)
-    _check(query, key, value, block_mask, enable_gqa, return_lse, return_aux)
-    key, value = (t.expand(len(query), -1, -1, -1) for t in (key, value))
+    _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux)
+    key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     blocks = None if block_mask is None else _Blocks.of(block_mask, query.shape[2], key.shape[2])
     scale = 1 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
     out, lse, largest = _run(_Flex(float(scale), score_mod, blocks), query, key, value)
@@ -106,9 +106,12 @@ def flex_attention(
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool, return_lse: bool,
-    return_aux: AuxRequest | None,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None,
+    enable_gqa: bool, return_lse: bool, return_aux: AuxRequest | None,
 ) -> None:  # fmt: skip
+    if torch._C._is_tracing() and not (score_mod is None and block_mask is None):
+        name = "block_mask" if score_mod is None else "score_mod"
+        raise ProblemError([(name, "is not available under torch.jit.trace, as in torch: use torch.compile")])
     errors = []
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.ndim != 4:

@@ -381,5 +381,9 @@ def _unpacked(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]
 
 
 def _end(cu_seqlens: Tensor, t: Tensor) -> int:
-    """Return the end of the last sequence; on a GPU, where reading it would wait for the device, the rows of `t`."""
-    return len(t) if cu_seqlens.is_cuda or not cu_seqlens.numel() else int(cu_seqlens[-1])
+    """Return the end of the last sequence; the rows of `t` where reading it waits for a GPU, and in a trace.
+
+    `torch.jit.trace` records the shape of `t` as an operation, but the value of `cu_seqlens` as a constant.
+    """
+    unread = cu_seqlens.is_cuda or torch._C._is_tracing() or not cu_seqlens.numel()
+    return t.shape[0] if unread else int(cu_seqlens[-1])

@@ -84,6 +84,10 @@ def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -
 
 def _backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients for the operator's arguments; use the dispatcher only if a tracer or autograd needs it."""
+    if torch._C._is_tracing():  # it records no list of strings, such as `grads`
+        raise RuntimeError(
+            "gradients of attention cannot be computed inside torch.jit.trace: differentiate the answers of the trace"
+        )
     tensors = arguments[:-2]
     direct = _is_direct(tensors) and not _differentiates(tensors)
     call = _attention_backward if direct else torch.ops.flashpoint.attention_backward.default

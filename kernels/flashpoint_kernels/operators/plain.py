@@ -33,6 +33,7 @@ from flashpoint_kernels.torch_backend.forward import attend_dense
 
 _ORDINARY = (Tensor, torch.nn.Parameter)  # subclasses are excluded, because they may redefine operations
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._is_tracing  # torch.jit.trace: sizes are then tensors, and the trace must record the operator
 
 
 _REPLAYS = 16  # maximum number of cached `Replay`s of a route, for different strides and numbers of threads
@@ -92,6 +93,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         or _dispatch_modes()
         or _transforms() is not None
         or forward_ad._current_level >= 0
+        or _tracing()
     ):
         return None
     if not (type(q) in _ORDINARY and type(k) in _ORDINARY and type(v) in _ORDINARY):
