@@ -31,14 +31,14 @@ def main() -> int:
 
 def works(packages: tuple[str, ...]) -> bool:
     with tempfile.TemporaryDirectory() as directory:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "--target", directory, *packages], check=True)
         path = os.pathsep.join([directory, str(ROOT / "contract"), str(ROOT / "kernels")])
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(Path(directory) / "cache")}
 
         def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, *arguments]
+            command = [sys.executable, "-P", *arguments]
             return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
         version_and_path = run("-c", "import triton; print(triton.__version__, triton.__file__)").stdout.split()

@@ -73,14 +73,14 @@ def install(wheels: Path, folder: Path) -> None:
     paths = sorted(map(str, wheels.glob("*.whl")))
     if not paths:
         sys.exit(f"{wheels} has no wheels: fill it with `make gpu-wheels` on a machine with a network")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     subprocess.run([*pip, "--no-index", "--no-deps", "--no-compile", "--target", str(folder), *paths], check=True)
 
 
 def run(parts: Iterable[str], out: Path, variables: dict[str, str]) -> int:
     """Run all parts, even after a failure, and return 1 if a part failed."""
     commands = {
-        "tests": ["-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", *TESTS],
+        "tests": ["-P", "-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", *TESTS],
         "timings": ["benchmarks/serving.py", "--device", "cuda", "--out", str(out.resolve())],
     }
     # Warnings are not errors here: this machine may have other versions of packages than constraints.txt pins.
@@ -96,7 +96,7 @@ def download(folder: Path, python: str) -> int:
     """Download the wheels that the service needs besides THERE, in the versions that are installed here."""
     names = sorted(needed(WANTED, python) - needed(THERE, python))
     pins = [f"{name}=={metadata.version(name)}" for name in names if name != "flashpoint"]
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     platforms = [part for platform in PLATFORMS for part in ("--platform", platform)]
     only = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     code = subprocess.run([*pip, *only, *platforms, "-d", str(folder), *pins], check=False).returncode

@@ -38,7 +38,7 @@ def outside(**variables: str) -> dict[str, str]:
 
 def built(folder: Path) -> tuple[Path, Path]:
     """Build and return the wheel and the source distribution."""
-    build = [sys.executable, "-m", "hatchling", "build", "-d", folder]
+    build = [sys.executable, "-P", "-m", "hatchling", "build", "-d", folder]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
@@ -51,10 +51,20 @@ def megabytes(folder: Path) -> float:
 def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
     """Install into a new environment; return its Python, and a row with seconds, megabytes, wheels and packages."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "venv", home], check=True)
     empty, python = megabytes(home), home / "bin" / "python"
     environment_ready = time.perf_counter()
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", requirement]
+    pip = [
+        python,
+        "-P",
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "-c",
+        ROOT / "constraints.txt",
+        requirement,
+    ]
     ran = subprocess.run(pip, check=True, capture_output=True, text=True, env=outside())
     return python, {
         "environment_s": round(environment_ready - began, 2),
@@ -67,7 +77,7 @@ def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
 
 def seconds_of_call(python: Path, url: str, folder: Path) -> float:
     """Return the seconds of a process that imports the SDK, makes one call and exits."""
-    ask = partial(subprocess.run, [python, "-c", ASK], check=True, env=outside(FLASHPOINT_URL=url), cwd=folder)
+    ask = partial(subprocess.run, [python, "-P", "-c", ASK], check=True, env=outside(FLASHPOINT_URL=url), cwd=folder)
     return round(seconds(ask), 2)
 
 

@@ -137,7 +137,7 @@ def rpc(args: Args) -> dict[str, Any]:
 def plain_uvicorn() -> Iterator[int]:
     """Run the application on uvicorn with default settings, and yield the port."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "uvicorn", "flashpoint_server.app:create_app", "--factory", f"--port={port}"]
+    command = [sys.executable, "-P", "-m", "uvicorn", "flashpoint_server.app:create_app", "--factory", f"--port={port}"]
     cpu = {"FLASHPOINT_DEVICE": "cpu"}
     with serving.process([*command, "--no-access-log"], cpu, stderr=subprocess.DEVNULL) as child:
         serving.until(lambda: serving.ready(port), child)

@@ -101,7 +101,7 @@ def service(device: str = "cpu") -> Iterator[tuple[Child, int, float]]:
     """Run `flashpoint serve`; yield its process, its port, and the seconds that it took to become ready."""
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
-        command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0", "--device", device]
+        command = [sys.executable, "-P", "-m", "flashpoint_server.cli.serve", "--port", "0", "--device", device]
         with process(command, stderr=log) as child:
             port = until(lambda: listening(log.fileno()), child)
             until(lambda: ready(port), child)

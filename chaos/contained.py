@@ -29,4 +29,4 @@ if __name__ == "__main__":
         sys.exit(CANNOT)
     if "--try" in sys.argv:
         sys.exit(0)
-    os.execv(sys.executable, [sys.executable, "-m", "flashpoint_server.cli.serve", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "flashpoint_server.cli.serve", *sys.argv[1:]])

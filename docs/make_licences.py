@@ -54,7 +54,7 @@ def needed() -> dict[str, str]:
 
 def licences() -> dict[str, str]:
     """Return the licence of each installed package."""
-    command = [sys.executable, "-m", "piplicenses", "--format=json", "--from=mixed"]
+    command = [sys.executable, "-P", "-m", "piplicenses", "--format=json", "--from=mixed"]
     listed = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     return {canonicalize_name(one["Name"]): " ".join(one["License"].split()) for one in listed}
 

@@ -44,7 +44,7 @@ def load(folder: Path | None = None) -> tuple[PreTrainedModel, Any]:
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
     """Start a server, yield its address, and stop it."""
-    command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "flashpoint_server.cli.serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         url = ""

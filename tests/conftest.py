@@ -7,6 +7,7 @@ TRITON_INTERPRET is set before any import of triton, which reads it when a kerne
 import contextlib
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,11 @@ EXPLORING = bool(os.environ.get("FLASHPOINT_TEST_EXPLORE"))  # `make test-full` 
 INTERPRETING = DEVICE == "cpu" and not os.environ.get("FLASHPOINT_TEST_ARCH")
 if INTERPRETING:
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The processes of a server do not look for modules in the working folder; some tests give them modules of `tests`.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+)
 
 # torch's threads sleep while they wait, as in an engine. Without this, they spin: beside other work on two cores, the
 # processor time of some kernel tests rose from 12 s to 99 s. Set before any import of torch, which reads it.

@@ -57,12 +57,13 @@ def run(
         path.write_text(json.dumps(frame | {"limit": suite.seconds}))
         variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1", FRAME: str(path)}
         environment = {**os.environ, **suite.environment, **variables}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
         if "TRITON_INSTRUMENTATION_MODE" in suite.environment:
             environment["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # keeps instrumented kernels separate
         plugins = ["-p", "xdist", "-p", "benchmarks.gpu_day.suites", "-p", "no:cacheprovider"]
         options = ["-n", str(processes), "-m", "not full", "-o", "filterwarnings=default", "-ra", "--tb=short", "-q"]
         options += ["-k", suite.select] if suite.select else []
-        command = [sys.executable, "-m", "pytest", *plugins, *options, *files(suite)]
+        command = [sys.executable, "-P", "-m", "pytest", *plugins, *options, *files(suite)]
         with log.open("ab") as output:
             output.write(f"\n== {suite.name}\n".encode())
             output.flush()

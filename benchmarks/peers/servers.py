@@ -87,8 +87,8 @@ def install(peer: Peer) -> None:
         return
     torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
     print(f"installing {peer.name} in {home}", flush=True)
-    subprocess.run([peer.python, "-m", "venv", "--clear", str(home)], check=True)
-    pip = [str(home / "bin/python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    subprocess.run([peer.python, "-P", "-m", "venv", "--clear", str(home)], check=True)
+    pip = [str(home / "bin/python"), "-P", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     subprocess.run([*pip, torch, "numpy", *peer.packages], check=True)
     made.write_text(wanted)
 
@@ -97,7 +97,7 @@ def installed_version(peer: Peer) -> str:
     """Return the installed version of the peer's main package."""
     package = peer.packages[0].partition("==")[0].partition("[")[0]
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    command = [str(ENVIRONMENTS / peer.environment / "bin/python"), "-c", code]
+    command = [str(ENVIRONMENTS / peer.environment / "bin/python"), "-P", "-c", code]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -139,7 +139,7 @@ def tried(device: str) -> list[tuple[str, Verification]]:
 def main() -> int:
     """Print the kernel, its tiles and its errors. Return 1 if an error exceeds its bound."""
     if not torch.cuda.is_available() and not INTERPRETED:  # Triton reads the variable at its import
-        command = [sys.executable, "-m", "flashpoint_kernels.nano"]
+        command = [sys.executable, "-P", "-m", "flashpoint_kernels.nano"]
         os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
     shown = source()
     if isinstance(sys.stdout, io.TextIOWrapper):

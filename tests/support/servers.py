@@ -66,7 +66,11 @@ class ServerProcess:
         """Return the pids of the server's descendants that run its `module`, or the tests' replacement of it."""
         below = psutil.Process(self.pid).children(recursive=True)
         names = {f"flashpoint_server.{module}", f"tests.support.faulty.{module.partition('.')[0]}"}
-        return [child.pid for child in below if names & set(child.cmdline())]
+        found = []
+        for child in below:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                found += [child.pid] if names & set(child.cmdline()) else []
+        return found
 
     @property
     def engine_pid(self):

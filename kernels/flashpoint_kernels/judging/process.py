@@ -67,6 +67,7 @@ class _Spawner:
         if not fork:
             command = [
                 sys.executable,
+                "-P",
                 "-c",
                 "from flashpoint_kernels.judging.child import main; main()",
                 str(theirs.fileno()),

@@ -122,7 +122,8 @@ def _measured(case: Case, device: str, naive_ms: float | None = None) -> Row:
 def program(*arguments: str, interpreted: bool = False) -> str:
     """Run a Python program to its end, and return its stdout. Raises RuntimeError with the last line of its output."""
     env = os.environ | {"PYTHONIOENCODING": "utf-8"} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-    run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, encoding="utf-8")
+    flags = ["-P"] if arguments[0] == "-m" else []  # no module of the working folder takes the place of another
+    run = subprocess.run([sys.executable, *flags, *arguments], env=env, capture_output=True, encoding="utf-8")
     if run.returncode:
         said = (run.stderr.strip() or run.stdout.strip() or "nothing said").splitlines()[-1]
         raise RuntimeError(f"{' '.join(arguments[:2])} ended with {run.returncode}: {said}")

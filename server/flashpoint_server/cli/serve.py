@@ -11,7 +11,8 @@ from flashpoint.cli import main as run_command
 from flashpoint.commands.app import CommandError, examples
 from flashpoint_server.cli.flags import takes_settings
 from flashpoint_server.cli.hangup import HANGUP
-from flashpoint_server.cli.serving import open_to_all, run
+from flashpoint_server.cli.ports import open_to_all
+from flashpoint_server.cli.serving import run
 from flashpoint_server.config.sources import Sourced
 from flashpoint_server.observability import logs
 

@@ -8,22 +8,22 @@ again.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import resource
 import signal
 import socket
 import time
+from contextlib import ExitStack
 from ipaddress import ip_address
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from flashpoint_server.app import create_app
-from flashpoint_server.cli import scratch, supervisor
+from flashpoint_server.cli import ports, scratch, supervisor
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.config import tls
 from flashpoint_server.config.settings import Settings
@@ -98,9 +98,10 @@ class _Server(uvicorn.Server):
 
         settings = self._service.settings
         try:
-            self._grpc = RpcServer(self.config.loaded_app, self._service, self._statistics)
+            address = ports.address(settings)
+            self._grpc = RpcServer(self.config.loaded_app, self._service, self._statistics, address)
         except OSError as error:
-            log.error("cannot listen", **_why(error, settings.host, settings.grpc_port, "--grpc-port"))
+            log.error("cannot listen", **ports.why(error, settings.host, settings.grpc_port, "--grpc-port"))
             return False
         await self._grpc.start()
         log.info("listening for gRPC", host=settings.host, port=self._grpc.port)
@@ -172,82 +173,20 @@ def run(settings: Settings) -> int:
     It is 1 if the server cannot listen or an engine cannot work, and with one worker, if a second signal ended it.
     """
     scratch.remove_left()
-    try:
-        listener = listen(settings)
-    except OSError as error:
-        log.error("cannot listen", **_why(error, settings.host, settings.port, "--port"))
-        return 1
-    with listener:
-        if (address := open_to_all(settings)) is not None:
+    with ExitStack() as inside:
+        if (listener := ports.listen(settings)) is None:
+            return 1
+        inside.enter_context(listener)
+        if settings.grpc_port is not None:
+            if (reserved := ports.reserve(settings)) is None:
+                return 1
+            inside.enter_context(reserved)
+            settings = settings.model_copy(update={"grpc_port": reserved.getsockname()[1]})
+        if (address := ports.open_to_all(settings)) is not None:
             log.warning("open to all who reach it", host=address, advice="set --api-keys-file, or --host 127.0.0.1")
         if settings.workers == 1:
             return serve_on(listener, create_app(settings))
-        if settings.grpc_port is None:
-            return supervisor.run(settings, listener)
-        try:
-            shared = _reserve(settings.host, settings.grpc_port)
-        except OSError as error:
-            log.error("cannot listen", **_why(error, settings.host, settings.grpc_port, "--grpc-port"))
-            return 1
-        with shared:
-            port = shared.getsockname()[1]
-            return supervisor.run(settings.model_copy(update={"grpc_port": port}), listener)
-
-
-def _why(error: OSError, host: str, port: int | None, flag: str) -> dict[str, Any]:
-    """Return the fields of the log line about a port that cannot be used; `advice` says what to do."""
-    name = f"set {flag} (FLASHPOINT_{flag.strip('-').upper().replace('-', '_')})"
-    cause = error.__cause__ if isinstance(error.__cause__, OSError) and error.errno is None else error
-    reason, advice = cause.strerror or str(cause), f"{name} to another port, or end the program that uses this one"
-    if (cause.errno or 0) < 0:  # errors of the resolver have negative numbers
-        reason, advice = f"the host name {host!r} has no address", "set --host to an address of this machine: 127.0.0.1"
-    elif cause.errno == errno.EADDRINUSE:
-        reason = f"port {port} is in use by another program"
-        advice = f"{name} to another port (0: any free one), or end the program that uses it (`ss -ltnp` names it)"
-    elif cause.errno in (errno.EACCES, errno.EPERM):
-        reason = f"this user may not listen on port {port}"
-        advice = f"{name} to 1024 or above, or give the program the capability CAP_NET_BIND_SERVICE"
-    elif cause.errno == errno.EADDRNOTAVAIL:
-        reason, advice = f"{host} is no address of this machine", "set --host to one: 127.0.0.1, or 0.0.0.0 for all"
-    return {"host": host, "port": port, "error": reason, "advice": advice}
-
-
-def open_to_all(settings: Settings) -> str | None:
-    """Return an address of `settings.host` that other hosts reach without authentication; None if there is none."""
-    if settings.api_keys or settings.api_keys_file or settings.tls_client_ca:
-        return None
-    host, port, family = settings.host or None, settings.port, _family(settings.host)
-    try:
-        addresses = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:  # `listen` will report this error
-        return None
-    return next((str(where[0]) for *_, where in addresses if not _loopback(str(where[0]))), None)
-
-
-def _loopback(address: str) -> bool:
-    ip = ip_address(address)
-    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def listen(settings: Settings) -> socket.socket:
-    """Return a socket that listens on `host` and `port`. Raises OSError."""
-    return socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
-
-
-def _reserve(host: str, port: int) -> socket.socket:
-    """Reserve a port that the workers' gRPC sockets share: gRPC cannot use an existing socket. Raises OSError."""
-    shared = socket.socket(_family(host))
-    shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        shared.bind((host, port))
-    except OSError:
-        shared.close()
-        raise
-    return shared
+        return supervisor.run(settings, listener)
 
 
 def serve_on(listener: socket.socket, app: FastAPI) -> int:

@@ -104,7 +104,15 @@ class _Process:
         self._sock.setblocking(False)
         with theirs:
             fd, parent = theirs.fileno(), os.getpid()
-            command = ["-m", "flashpoint_server.formats.codec_process", "--socket", str(fd), "--parent", str(parent)]
+            command = [
+                "-P",
+                "-m",
+                "flashpoint_server.formats.codec_process",
+                "--socket",
+                str(fd),
+                "--parent",
+                str(parent),
+            ]
             try:
                 self._process = subprocess.Popen([sys.executable, *command], pass_fds=[fd])
             except BaseException:

@@ -39,7 +39,10 @@ STEADY = 30.0  # seconds of running after which a start counts as successful
 
 
 class Child:
-    """A process of this package, `python -m MODULE --parent PID ARGUMENTS`, which is restarted when it dies."""
+    """A process of this package, `python -P -m MODULE --parent PID ARGUMENTS`, which is restarted when it dies.
+
+    -P keeps Python from importing the modules of the working folder in the place of others.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class Child:
         self._ended = ended  # called with the pid of each process that has ended
         self._environment = dict(environment)
         self.starts = 0
-        self._command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
+        self._command = [sys.executable, "-P", "-m", module, "--parent", str(os.getpid()), *arguments]
         self._inherited = tuple(inherited)
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
@@ -164,7 +167,7 @@ async def devices(name: str) -> list[str]:
         return [name]
     # A separate process counts the CUDA devices, because this one must not import torch.
     count = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "import torch; print(torch.cuda.device_count())", stdout=asyncio.subprocess.PIPE
+        sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())", stdout=asyncio.subprocess.PIPE
     )
     out, _ = await count.communicate()
     return [f"cuda:{i}" for i in range(int(out))] or ["cpu"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashpoint_server.cli.serving import open_to_all
+from flashpoint_server.cli.ports import open_to_all
 from flashpoint_server.config.settings import Settings
 from tests.support.gated import GatedServer
 from tests.support.messages import PATIENCE, problem, small
@@ -45,14 +45,6 @@ def test_a_port_or_host_that_cannot_be_used(flags, error, advice):
     (line,) = lines
     assert (code, line["event"], line["error"]) == (1, "cannot listen", error.format(taken=port))
     assert advice in line["advice"]
-
-
-def test_a_port_that_needs_permission(monkeypatch):
-    from flashpoint_server.cli.serving import _why
-
-    error = _why(PermissionError(13, "Permission denied"), "127.0.0.1", 80, "--port")
-    assert error["error"] == "this user may not listen on port 80"
-    assert "1024" in error["advice"]
 
 
 @pytest.mark.slow

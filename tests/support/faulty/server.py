@@ -3,7 +3,7 @@
 import sys
 
 from flashpoint_server import create_app
-from flashpoint_server.cli import serving
+from flashpoint_server.cli import ports, serving
 from flashpoint_server.config.sources import load
 from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.observability import logs
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     app = create_app(settings, engine_module="tests.support.faulty.engine")
     app.add_api_route("/fail", fail)
     app.add_api_route("/typed", typed)
-    sys.exit(serving.serve_on(serving.listen(settings), app))
+    sys.exit(serving.serve_on(ports.listen(settings), app))

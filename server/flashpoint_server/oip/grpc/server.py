@@ -91,8 +91,8 @@ class RpcReply(NamedTuple):
 class RpcServer:
     """gRPC's server, whose methods call the ASGI application. `port` is the port it listens on."""
 
-    def __init__(self, app: ASGIApp, service: Service, statistics: Statistics) -> None:
-        """Raises OSError if the server cannot listen on its port."""
+    def __init__(self, app: ASGIApp, service: Service, statistics: Statistics, address: str) -> None:
+        """Raises OSError if the server cannot listen on `address`, whose port `cli.ports` has reserved."""
         settings = self._settings = service.settings
         memory = Memory(settings, service.keys.locked, service.counts)
         self._server = grpc.aio.server(
@@ -101,7 +101,7 @@ class RpcServer:
                 ("grpc.http2.bdp_probe", 0),  # otherwise some MiB of each message arrive before it is read
                 ("grpc.max_send_message_length", LARGEST_MESSAGE),
                 ("grpc.compression_enabled_algorithms_bitset", _WHOLE),
-                ("grpc.so_reuseport", int(settings.workers > 1)),
+                ("grpc.so_reuseport", 1),  # it joins the reservation
             ],
             maximum_concurrent_rpcs=settings.queue_limit + SMALL_CALLS,
         )
@@ -117,8 +117,6 @@ class RpcServer:
                 behaviours[PATH.rpartition("/")[2]] = infer
             handlers = {method: grpc.stream_unary_rpc_method_handler(take) for method, take in behaviours.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address = f"{host}:{settings.grpc_port}"
         try:
             self.port: int = self._listen(address)
         except RuntimeError as error:
