@@ -100,7 +100,7 @@ INLINE void compute(const struct call *call, const struct part *part, struct scr
 #ifdef TILES
 int flashpoint_backward_avx512(const struct call *call);
 
-/* Compute a part by float32 products. Return 1 if memory is missing, else 0. */
+/* Compute a part by float32 products. Return 0, NO_MEMORY or NO_ADDRESS. */
 static int compute_in_float32(const struct call *call, const struct part *part) {
     struct call one = *call;
     struct part own = *part;
@@ -111,12 +111,24 @@ static int compute_in_float32(const struct call *call, const struct part *part) 
 }
 #endif
 
-/* Compute all parts of a call. Return 0, or 1 if memory is missing. */
+/* Return whether each tensor that the parts of a call read has an address. An output without one is not computed. */
+INLINE int has_addresses(const struct call *call) {
+    int found = 1;
+    for (int64_t n = 0; n < call->count; n++) {
+        const struct part *part = call->parts + n;
+        if (!part->count || !part->heads) continue;
+        found &= part->q.at && part->o.at && part->dout.at && part->lse.at && (!part->keys || (part->k.at && part->v.at));
+    }
+    return found;
+}
+
+/* Compute all parts of a call. Return 0, NO_MEMORY or NO_ADDRESS. */
 int PASTE(flashpoint_backward_, ISA)(const struct call *call) {
     struct scratch own = {.dim = rounded(call->dim, UNIT), .value_dim = rounded(call->value_dim, UNIT)};
     struct memory memory = {0, 0};
     int64_t rows = 0;
-    int missing = 0;
+    int failed = 0;
+    if (!has_addresses(call)) return NO_ADDRESS;
     for (int64_t n = 0; n < call->count; n++) rows = greater(rows, call->group * rows_of(call->parts[n].count));
     for (int pass = 0; pass < 2; pass++) { /* the first pass counts bytes */
         own.sums.lse = take(&memory, sizeof(float) * rows);
@@ -124,7 +136,7 @@ int PASTE(flashpoint_backward_, ISA)(const struct call *call) {
         own.sums.row = take(&memory, sizeof(float) * 2 * own.value_dim);
         own.sums.drawn = take(&memory, sizeof(uint32_t) * ROOM(KEYS));
         place(&own, &memory, rows);
-        if (!pass && !reserve(&memory)) return 1;
+        if (!pass && !reserve(&memory)) return NO_MEMORY;
     }
     begin(&own);
     for (int64_t n = 0; n < call->count; n++)
@@ -133,7 +145,7 @@ int PASTE(flashpoint_backward_, ISA)(const struct call *call) {
             const enum range range = range_of(call, &part);
 #ifdef TILES
             if (range != USUAL) {
-                missing |= compute_in_float32(call, &part);
+                failed |= compute_in_float32(call, &part);
                 continue;
             }
 #endif
@@ -141,5 +153,5 @@ int PASTE(flashpoint_backward_, ISA)(const struct call *call) {
         }
     end(&own);
     free(memory.start);
-    return missing;
+    return failed;
 }

@@ -51,10 +51,17 @@ def prepared(compute: Any, calls: Sequence[ctypes.Structure], held: object = Non
     run = _functions()[0]
 
     def again(_: object = held) -> None:
-        if run(compute, memory, size, count):
-            raise MemoryError
+        if failed := run(compute, memory, size, count):
+            raise _error(failed)
 
     return again
+
+
+def _error(failed: int) -> Exception:
+    """Return the error of a failed call, for its flags: NO_MEMORY and NO_ADDRESS of memory.h."""
+    if failed & 2:
+        return RuntimeError("a tensor with elements has no memory: its storage was freed")
+    return MemoryError()
 
 
 class Table:
@@ -115,5 +122,5 @@ class Replay:
     def __call__(self, *addresses: int) -> None:
         """Run the calls on tensors at `addresses`: the first call in this thread, each other in a further thread."""
         replay, call = self._replay
-        if replay(call, *addresses, *(0,) * (_TENSORS - len(addresses))):
-            raise MemoryError
+        if failed := replay(call, *addresses, *(0,) * (_TENSORS - len(addresses))):
+            raise _error(failed)

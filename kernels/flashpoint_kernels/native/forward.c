@@ -155,18 +155,34 @@ INLINE int64_t most_rows(const struct call *call) {
     return rows;
 }
 
-/* Compute all tasks of a call. Return 0, or 1 if memory is missing. */
+/* Return whether each tensor that the tasks of a call read or write has an address. */
+INLINE int has_addresses(const struct call *call) {
+    int found = 1;
+    for (int64_t n = 0; n < call->count; n++) {
+        const struct task *task = call->tasks + n;
+        if (!task->own.queries || !task->heads) continue;
+        for (int64_t r = 0; r < task->reader_count; r++) found &= !task->readers[r].queries || task->readers[r].q;
+        if (!task->readers) found &= task->own.q && (task->o || task->parts);
+        if (task->start >= task->stop) continue;
+        const int64_t first = (task->start - task->first) / task->tokens, last = (task->stop - 1 - task->first) / task->tokens;
+        for (int64_t span = first; span <= last; span++) found &= task->spans[span].k && task->spans[span].v;
+    }
+    return found;
+}
+
+/* Compute all tasks of a call. Return 0, NO_MEMORY or NO_ADDRESS. */
 int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
     const int64_t rows = most_rows(call), width = padded(call->value_dim);
     struct scratch own;
     struct memory memory = {0, 0};
     struct row *merged;
     float *total;
+    if (!has_addresses(call)) return NO_ADDRESS;
     for (int pass = 0; pass < 2; pass++) { /* the first pass counts bytes */
         merged = take(&memory, sizeof *merged * rows);
         total = take(&memory, sizeof *total * rows * width);
         place(&own, &memory, call, rows);
-        if (!pass && !reserve(&memory)) return 1;
+        if (!pass && !reserve(&memory)) return NO_MEMORY;
     }
     begin(&own);
     for (int64_t n = 0; n < call->count; n++)
@@ -177,11 +193,11 @@ int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
 }
 
 /* Merge the states of all chunks in order, and write o and lse. The states are in `task.parts`, where earlier calls of
-   flashpoint_forward wrote them. Return 0, or 1 if memory is missing. */
+   flashpoint_forward wrote them. Return 0, NO_MEMORY or NO_ADDRESS. */
 int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
     const int64_t width = padded(call->value_dim), size = state_size(call);
     float *total = aligned_alloc(64, sizeof(float) * width);
-    if (!total) return 1;
+    if (!total) return NO_MEMORY;
     for (int64_t n = 0; n < call->count; n++) {
         const struct task *task = call->tasks + n;
         const struct units units = units_of(call, task);

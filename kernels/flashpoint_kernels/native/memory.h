@@ -5,6 +5,10 @@
 
 #include "vectors.h"
 
+/* Why a call failed: memory is missing, or a tensor that has elements has no address. Results of calls are 0 or these. */
+#define NO_MEMORY 1
+#define NO_ADDRESS 2
+
 INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }

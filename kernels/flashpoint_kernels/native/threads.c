@@ -2,7 +2,10 @@
 
    The first call that needs a thread creates it. The thread then waits for jobs: first it polls for a short time,
    because waking a thread takes about as long as a small call, then it sleeps. A caller never waits for a thread that
-   has not begun its job: the caller does that job itself. A forked child begins without threads. */
+   has not begun its job: the caller does that job itself. A forked child begins without threads.
+
+   Each call runs in the default mode of the processor's arithmetic, whatever mode its thread is in: a program may have
+   set its own thread to treat denormal numbers as zeros, and a new thread has the mode of the thread that makes it. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -13,6 +16,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "memory.h"
+
 #define MOST_THREADS 255
 #define LOOKS 2000 /* number of pauses while polling, about 0.1 ms */
 
@@ -22,12 +27,42 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-typedef int function(const void *call); /* returns 0, or 1 if memory is missing */
+typedef int function(const void *call); /* returns 0, or flags of memory.h */
+
+/* Set the mode of this thread's arithmetic. The default rounds to nearest, keeps denormal numbers, and has no traps. */
+#if defined(__x86_64__)
+#define DEFAULT_MODE 0x1f80
+typedef unsigned mode;
+static mode mode_now(void) { return __builtin_ia32_stmxcsr(); }
+static void set_mode(mode given) { __builtin_ia32_ldmxcsr(given); }
+#elif defined(__aarch64__)
+#define DEFAULT_MODE 0
+typedef uint64_t mode;
+static mode mode_now(void) {
+    mode found;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(found));
+    return found;
+}
+static void set_mode(mode given) { __asm__ volatile("msr fpcr, %0" : : "r"(given) : "memory"); }
+#else
+#define DEFAULT_MODE 0
+typedef int mode;
+static mode mode_now(void) { return 0; }
+static void set_mode(mode given) { (void)given; }
+#endif
+
+static int in_default_mode(function *compute, const void *call) {
+    const mode before = mode_now();
+    set_mode(DEFAULT_MODE);
+    const int failed = compute(call);
+    set_mode(before);
+    return failed;
+}
 
 struct job {
     function *compute;
     const void *call;
-    int missing;
+    int failed;
     atomic_int done;
 };
 
@@ -62,7 +97,7 @@ static void *work(void *argument) {
     struct worker *own = argument;
     for (;;) {
         struct job *job = await_job(own);
-        job->missing = job->compute(job->call);
+        job->failed = in_default_mode(job->compute, job->call);
         atomic_store(&own->claimed, 0);
         atomic_store(&job->done, 1); /* do not use the job after this: it is in the caller's memory */
     }
@@ -122,24 +157,24 @@ static void hand_over(struct worker *worker, struct job *job) {
 }
 
 /* Compute `count` calls, structures of `size` bytes each, on up to `count` threads, of which this thread is one. Return
-   0, or 1 if memory is missing for one of the calls. */
+   0, or the flags of failed calls. */
 int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t count) {
     struct job jobs[MOST_THREADS];
     struct worker *given[MOST_THREADS];
     const int others = count - 1 < MOST_THREADS ? (int)count - 1 : MOST_THREADS;
-    int missing = 0;
+    int failed = 0;
     for (int n = 0; n < others; n++) {
         jobs[n] = (struct job){compute, calls + (n + 1) * size, 0, 0};
         given[n] = claim_worker(others);
         if (given[n]) hand_over(given[n], jobs + n);
     }
-    missing |= compute(calls);
-    for (int64_t n = others + 1; n < count; n++) missing |= compute(calls + n * size);
+    failed |= in_default_mode(compute, calls);
+    for (int64_t n = others + 1; n < count; n++) failed |= in_default_mode(compute, calls + n * size);
     for (int n = 0; n < others; n++) {
         struct job *own = jobs + n;
         if (!given[n] || atomic_compare_exchange_strong(&given[n]->job, &own, 0)) { /* no thread has begun this call */
             if (given[n]) atomic_store(&given[n]->claimed, 0);
-            missing |= compute(jobs[n].call);
+            failed |= in_default_mode(compute, jobs[n].call);
             continue;
         }
         for (int look = 0; !atomic_load(&jobs[n].done); look++) {
@@ -148,9 +183,9 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
             else
                 sched_yield();
         }
-        missing |= jobs[n].missing;
+        failed |= jobs[n].failed;
     }
-    return missing;
+    return failed;
 }
 
 /* Calls to repeat: one structure for each thread, and then the data to which these point, as integers. `bases` has the
@@ -164,14 +199,14 @@ struct replay {
     const unsigned char *bases;
 };
 
-/* Repeat calls with tensors at other addresses. Return 0, or 1 if memory is missing, like `flashpoint_share`. */
+/* Repeat calls with tensors at other addresses. Return 0 or flags, like `flashpoint_share`. */
 int flashpoint_replay(const struct replay *replay, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e, int64_t f, int64_t g,
                       int64_t h, int64_t i) {
     int64_t *copy = malloc(sizeof *copy * replay->length);
-    if (!copy) return 1;
+    if (!copy) return NO_MEMORY;
     const int64_t bases[] = {0, (int64_t)(intptr_t)copy, a, b, c, d, e, f, g, h, i};
     for (int64_t n = 0; n < replay->length; n++) copy[n] = replay->integers[n] + bases[replay->bases[n]];
-    const int missing = flashpoint_share(replay->compute, (const char *)copy, replay->size, replay->count);
+    const int failed = flashpoint_share(replay->compute, (const char *)copy, replay->size, replay->count);
     free(copy);
-    return missing;
+    return failed;
 }

@@ -8,7 +8,7 @@ transform such as vmap or a dispatch mode, and those for which `_route` returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.operators import ops
 from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients
+from flashpoint_kernels.problems.memory import SUSPECT, in_memory
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 from flashpoint_kernels.problems.strides import empty_like, laid_like
 from flashpoint_kernels.torch_backend.backward import differentiate_dense
@@ -36,6 +37,7 @@ _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._fun
 _tracing = torch._C._is_tracing  # torch.jit.trace: sizes are then tensors, and the trace must record the operator
 
 
+_INPUTS = ("q", "k", "v", "do", "o", "lse")  # of the gradient; the first three are those of the forward
 _REPLAYS = 16  # maximum number of cached `Replay`s of a route, for different strides and numbers of threads
 
 
@@ -56,23 +58,31 @@ class Route:
         shape = (*q.shape[:3], v.shape[3])
         contiguous = q.is_contiguous()
         o = q.new_empty(shape) if contiguous else empty_like(q, shape)
-        lse = torch.empty(self.forward_spec.lse_shape)
-        self._compute(self._forward, q, k, v, o, lse)
+        lse = torch.empty(self.forward_spec.lse_shape, dtype=torch.float32, device=q.device)
+        self._compute(self._forward, _INPUTS[:3], q, k, v, o, lse)
         return o if contiguous else laid_like(o, q), lse
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
         """Return dq, dk and dv, in the layout of q, k and v."""
         gradients = [empty_like(t, t.shape) for t in (q, k, v)]
-        self._compute(self._backward, q, k, v, do, o, lse, *gradients)
+        self._compute(self._backward, _INPUTS, q, k, v, do.resolve_neg(), o, lse, *gradients)
         return [laid_like(gradient, t) for gradient, t in zip(gradients, (q, k, v), strict=True)]
 
-    def _compute(self, first: Callable[..., Replay | None], *tensors: Tensor) -> None:
-        """Run the `Replay` cached for these strides; if there is none, run `first` and cache its `Replay`."""
+    def _compute(self, first: Callable[..., Replay | None], inputs: Sequence[str], *tensors: Tensor) -> None:
+        """Run the `Replay` cached for these strides; if there is none, run `first` and cache its `Replay`.
+
+        The first tensors are `inputs`, whose strides determine those of the outputs after them.
+        """
+        given = len(inputs)
+        addresses = [t.data_ptr() for t in tensors]
+        if min(addresses) < SUSPECT:
+            tensors = (*map(in_memory, inputs, tensors), *tensors[given:])
+            addresses = [t.data_ptr() for t in tensors]
         threads, library = torch.get_num_threads(), native.library()
-        key = (threads, *[t.stride() for t in tensors])
+        key = (threads, *[t.stride() for t in tensors[:given]])
         kept = self._replays.get(key)
         if kept is not None and kept[0] is library:
-            kept[1](*[t.data_ptr() for t in tensors])
+            kept[1](*addresses)
             return
         replay = first(threads, *[t.transpose(1, 2) if self.turned and t.ndim == 4 else t for t in tensors])
         if replay is not None and library is not None and (key in self._replays or len(self._replays) < _REPLAYS):
@@ -82,7 +92,7 @@ class Route:
         return attend_dense(self.forward_spec, self.row, q, k, v, o, lse, threads)
 
     def _backward(self, threads: int, *tensors: Tensor) -> Replay | None:
-        names = ("q", "k", "v", "do", "o", "lse", "dq", "dk", "dv")
+        names = (*_INPUTS, "dq", "dk", "dv")
         return differentiate_dense(self.backward_spec, dict(zip(names, tensors, strict=True)), threads)
 
 
@@ -100,7 +110,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         return None
     if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
         return None
-    if q.is_nested or k.is_nested or v.is_nested:
+    if q.is_nested or k.is_nested or v.is_nested or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     route = _route(options, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if route is None:

@@ -35,6 +35,7 @@ from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, SCALES, TENSORS, TensorInfo
 from flashpoint_kernels.problems import sequences
 from flashpoint_kernels.problems.cost import flops_of
+from flashpoint_kernels.problems.memory import in_memory
 from flashpoint_kernels.problems.readings import readings
 from flashpoint_kernels.problems.strides import empty_like
 
@@ -125,6 +126,7 @@ class Problem:
             ProblemError: names each field that is not valid.
         """
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
+        tensors = {name: in_memory(name, t) for name, t in tensors.items()}
         device = tensors["q"].device
         given = {name: _placed(name, t, device) for name, t in tensors.items()}
         rows = spec.rows({name: readings.numbers(tensors[name]) for name in INDEX_TENSORS if name in tensors})

@@ -1,0 +1,44 @@
+"""Check that a tensor's elements lie in its memory, as code that reads them by an address expects.
+
+Torch has tensors for which this is not so: a parameter whose storage was freed (FSDP frees it between its uses), an
+efficient zero tensor of autograd, and a view with the negative bit, whose memory has the negated numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from flashpoint_contract.options import ProblemError
+
+# The address of a tensor without memory is its offset in its storage. On Linux, memory usually has addresses above
+# 2^40, so one comparison is enough for nearly all tensors.
+SUSPECT = 1 << 40
+
+
+def in_memory(name: str, t: Tensor) -> Tensor:
+    """Return the tensor, or a copy with its elements in memory.
+
+    Raises ProblemError, which names the tensor, if its storage was freed.
+    """
+    if t.is_meta or t.layout != torch.strided:
+        return t
+    if t.data_ptr() < SUSPECT and t.numel():
+        if t._is_zerotensor():
+            return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+        if not t.untyped_storage().nbytes():
+            raise ProblemError([(name, "has no memory, because its storage was freed: allocate it before the call")])
+    return t.resolve_neg()
+
+
+def check_memory(**tensors: object) -> None:
+    """Raise ProblemError if the storage of a tensor was freed, for functions that are made of torch's operators.
+
+    These operators would read the address 0. Values that are not plain tensors are not checked.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and type(t) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(t):
+            in_memory(name, t)
