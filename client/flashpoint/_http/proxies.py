@@ -14,6 +14,7 @@ import h11
 import httpx
 
 from flashpoint._http.drive import Steps
+from flashpoint._http.no_proxy import excepted
 
 PORTS = {"http": 80, "https": 443}
 _PROXY_PORTS = {**PORTS, "socks5": 1080, "socks5h": 1080}
@@ -70,10 +71,14 @@ def authority(host: str, port: int) -> str:
 
 def of_environment(url: httpx.URL) -> Proxy | None:
     """Return the proxy that the environment names for a server, or None. Raises ValueError if its URL is not valid."""
-    proxies = urllib.request.getproxies()
+    environment = urllib.request.getproxies_environment()
+    proxies = environment or urllib.request.getproxies()
     given = proxies.get(url.scheme) or proxies.get("all")
     host = url.raw_host.decode("ascii")
-    if not given or urllib.request.proxy_bypass(authority(host, url.port or PORTS[url.scheme])):
+    port = url.port or PORTS[url.scheme]
+    if not given or excepted(host, port):
+        return None
+    if not environment and urllib.request.proxy_bypass(authority(host, port)):  # the settings of macOS or Windows
         return None
     try:
         parsed = httpx.URL(given if "://" in given else f"http://{given}")

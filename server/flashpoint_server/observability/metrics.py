@@ -52,9 +52,7 @@ class Metrics(Listener):
     def __init__(self) -> None:
         self.registry = registry = _Registry(self._count)
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._at_once = (
-            1 if MULTIPROCESS in os.environ else AT_ONCE
-        )  # 1: other processes may read the files at any time
+        self._at_once = 1 if MULTIPROCESS in os.environ else AT_ONCE  # 1: others may read the files at any time
         self._children: dict[tuple[object, ...], MetricWrapperBase] = {}
 
         def counter(name: str, help_: str, *labels: str) -> Counter:
