@@ -96,7 +96,10 @@ class ProtocolError(FlashpointError):
 
 
 class ClosedError(FlashpointError, RuntimeError):
-    """A RuntimeError: the client was closed before the call. Make a new one, or call inside its `with` block."""
+    """A RuntimeError: the client was closed before the call, or the interpreter is ending.
+
+    Make a new client, or call inside its `with` block.
+    """
 
 
 _OF_HELD = (404, 409, 410, 421)

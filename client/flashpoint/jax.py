@@ -221,6 +221,7 @@ class _Call:
             for whole, answer in zip(answers, self._send(single(arrays, index)), strict=True):
                 whole[index] = answer
 
+        self.client._ready_to_call()  # before threads start
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             deque(pool.map(send, np.ndindex(batch)), maxlen=0)
         return answers

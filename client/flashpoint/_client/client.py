@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -55,8 +56,8 @@ class Client(Attending, ClientSettings[httpx.Client]):
             timeout: Seconds for a whole call, retries included. The server knows it as the deadline. None waits without
                 end.
             retries: How often a call is sent again: when there was no connection or it broke (also a proxy's own 500 or
-                502), or the server was full (429) or not ready (503). The delay is the server's `Retry-After`, or
-                doubles.
+                502), or the server was full (429) or not ready (503). The delay is the server's `Retry-After`
+                and up to 0.5 s more at random, or doubles.
             tls: TLS settings, for a private certificate authority or a client certificate. None is the system's
                 authorities.
             replica: Sent as X-Flashpoint-Replica when caches are made, for a balancer that routes by that header. Later
@@ -163,8 +164,9 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
         Before that, wait at most 2 seconds until the server has freed the saved forwards that were released.
         """
-        _saved.settle()
-        self._http.close()
+        if not sys.is_finalizing():  # then a lock may belong to a thread that has ended, and the system closes sockets
+            _saved.settle()
+            self._http.close()
 
     def __enter__(self) -> Self:
         return self

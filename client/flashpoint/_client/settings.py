@@ -6,6 +6,7 @@ import base64
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, Generic, Self, TypeVar
@@ -145,7 +146,10 @@ class ClientSettings(Generic[Http]):
             self._http.cookies.extract_cookies(response)
         return response
 
-    def _ready_to_call(self) -> None:
+    def _ready_to_call(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Raise ClosedError if no call can be sent. While the interpreter ends, a thread that is started never runs."""
+        if finalizing():
+            raise ClosedError("the interpreter is ending: make calls, and leave `with` blocks, before the program ends")
         if self._http.is_closed:
             raise ClosedError("the client is closed: make a new one, or call inside its `with` block")
         if self._missing:

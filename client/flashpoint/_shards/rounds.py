@@ -58,6 +58,8 @@ class Threads:
         return Threads, (self.clients,)
 
     def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
+        for client in self.clients:  # before threads start
+            client._ready_to_call()
         deadline = deadline or Deadline()
         with self._lock:
             answers: Any = None

@@ -24,6 +24,8 @@ def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
 
     An error that `Work` does not retry ends all threads, and is raised.
     """
+    for client in clients:  # before threads start
+        client._ready_to_call()
     theirs, ours = socket.socketpair()  # when `theirs` becomes readable, the calls of all threads end
     turn = threading.Condition()
     stopped = threading.Event()
