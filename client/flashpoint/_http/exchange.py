@@ -41,6 +41,7 @@ from flashpoint_contract import wire
 
 FIRST_DELAY = 0.1  # seconds; doubled at each retry
 LONGEST_DELAY = 10.0
+SPREAD = 0.5  # most seconds beyond `Retry-After`: callers that a full server refused at once must not return at once
 MOST_RETRY_AFTER = 1_000_000  # seconds; the longest timeout; a longer `Retry-After` is reduced to this
 # httpx copies each piece that it sends, and copies the rest again if the piece does not fit into the buffer of the
 # socket. So parts are sent in pieces that fit.
@@ -240,9 +241,10 @@ class Exchange:
         sent = isinstance(error, ConnectionFailedError) and not isinstance(error.__cause__, _NOT_SENT)
         if sent and not self.call.repeatable:
             raise error  # the server may have executed the call, although no answer came
-        delay = max(backoff(self._failures), error.retry_after or 0.0)
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        delay = pause(self._failures, error.retry_after, left)
         self._failures, self._failure = self._failures + 1, error
-        if self._deadline is not None and time.monotonic() + delay >= self._deadline:
+        if left is not None and delay >= left:
             raise error  # no time is left for a retry; this error says more than a timeout
         return delay
 
@@ -263,6 +265,17 @@ def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str])
 def backoff(failures: int) -> float:
     """Return seconds to wait: FIRST_DELAY doubled `failures` times, at most LONGEST_DELAY, times a random 0.5 to 1."""
     return min(FIRST_DELAY * 2.0 ** min(failures, 64), LONGEST_DELAY) * random.uniform(0.5, 1.0)
+
+
+def pause(failures: int, asked: float | None, left: float | None) -> float:
+    """Return seconds to wait: `backoff`, and the seconds that the server asked for with a random part of SPREAD.
+
+    The random part takes at most half of the time that is `left` (seconds; None without a deadline) after them.
+    """
+    if asked is None:
+        return backoff(failures)
+    room = SPREAD if left is None else min(SPREAD, max(0.0, (left - asked) / 2))
+    return max(backoff(failures), asked + random.uniform(0.0, room))
 
 
 def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:

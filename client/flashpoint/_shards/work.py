@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashpoint._http.exchange import backoff
+from flashpoint._http.exchange import pause
 from flashpoint._shards.merge import Question
 from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, FlashpointError, OverloadedError
 
@@ -112,6 +112,7 @@ class Work:
                 item.failed.clear()
             if not item.serving:
                 self._waiting.insert(0, item)
-        rest = max(backoff(self._in_a_row[server]), error.retry_after or 0.0)
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        rest = pause(self._in_a_row[server], error.retry_after, left)
         self._in_a_row[server] += 1
-        return rest if self._deadline is None else min(rest, max(0.0, self._deadline - time.monotonic()))
+        return rest if left is None else min(rest, left)

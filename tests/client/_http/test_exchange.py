@@ -29,7 +29,21 @@ def test_a_server_that_is_full_is_asked_again(scripted, connect, delays, status)
 def test_retry_after_is_honoured(scripted, connect, delays):
     scripted.script.append(lambda h: h.problem(503, Retry_After="7"))
     connect(scripted.url).attention(Q, Q, Q)
-    assert delays == [7]
+    assert [7 <= delay <= 7.5 for delay in delays] == [True]
+
+
+def test_callers_that_a_full_server_refused_at_once_return_at_different_times(scripted, connect, delays):
+    scripted.script.extend([lambda h: h.problem(429, Retry_After="1")] * 40)
+    connect(scripted.url, retries=40, timeout=None).attention(Q, Q, Q)
+    assert all(1 <= delay <= 1.5 for delay in delays[:3])  # later, `backoff` may be longer
+    assert len(set(delays)) == len(delays) == 40
+
+
+@pytest.mark.parametrize("left", [1.001, 1.1, 1.4, 3])
+def test_a_retry_whose_wait_ends_before_the_deadline_is_made(left):
+    waits = {exchange.pause(0, 1.0, left) for _ in range(50)}
+    assert all(1 <= wait < left for wait in waits)
+    assert len(waits) > 1
 
 
 def test_retry_after_may_be_a_date(monkeypatch):

@@ -111,6 +111,14 @@ def test_the_deadline_ends_the_waiting():
 def test_a_server_rests_as_long_as_it_asks_for_and_at_most_to_the_deadline():
     one = work(seconds=60)
     asks = OverloadedError("full", status=429, retry_after=20)
-    assert one.failed(0, one.take(0), asks) == 20
+    assert 20 <= one.failed(0, one.take(0), asks) <= 20.5
     asks.retry_after = 61
     assert one.failed(1, one.take(1), asks) == 60
+
+
+def test_servers_that_ask_for_the_same_rest_are_asked_again_at_different_times():
+    many = work(questions=20, servers=20)
+    asks = OverloadedError("full", status=429, retry_after=1)
+    rests = {many.failed(server, many.take(server), asks) for server in range(20)}
+    assert all(1 <= rest <= 1.5 for rest in rests)
+    assert len(rests) == 20
