@@ -16,12 +16,12 @@ from functools import partial
 import structlog
 from prometheus_client.multiprocess import mark_process_dead
 
-from flashpoint_server import METRICS
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.cli.scratch import directory
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import as_environment
 from flashpoint_server.ipc.counts import clear
+from flashpoint_server.processes.counting import FOLDER
 from flashpoint_server.processes.processes import Child, running_engines
 
 log = structlog.stdlib.get_logger("flashpoint.supervisor")
@@ -61,7 +61,7 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
                 "flashpoint_server.cli.worker",
                 [*fixed, "--number", str(n)],
                 [listener.fileno()],
-                {METRICS: str(metrics)} | as_environment(settings),
+                {FOLDER: str(metrics)} | as_environment(settings),
                 partial(forget, n),
             )
             for n in range(settings.workers)

@@ -18,11 +18,11 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from flashpoint_server import MULTIPROCESS
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, Done, Holding
 from flashpoint_server.observability.observed import build_info, used
+from flashpoint_server.processes.counting import MULTIPROCESS
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 
