@@ -1,7 +1,7 @@
 """Build hook: compile the CPU kernels into the wheel, and beside the sources of an editable installation.
 
 Without a C compiler, or where it reports an error, the wheel has no compiled kernels, and the output of the build says
-so. The CPU then has no backend `torch`.
+so. There is then no backend `cpu`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NativeKernels(BuildHookInterface[Any]):
             self.app.display_warning(f"The CPU kernels could not be compiled:\n{said}")
             library = None
         if library is None:
-            self.app.display_warning("The wheel has no compiled CPU kernels: the CPU will not have the backend torch.")
+            self.app.display_warning("The wheel has no compiled CPU kernels: there will be no backend cpu.")
             return
         build_data["artifacts"].append(f"{NATIVE}/{library.name}")
         build_data["pure_python"] = False

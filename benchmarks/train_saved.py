@@ -34,7 +34,7 @@ def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> d
 
     def trained(name: str) -> float:
         """Train the model, and return the milliseconds of a step."""
-        attend = train_gpt.way(name, client, "torch")
+        attend = train_gpt.way(name, client, "cpu")
 
         def train() -> None:
             losses[name] = train_gpt.train(attend, steps=steps).losses
@@ -68,7 +68,7 @@ def saving(client: flashpoint.Client, rounds: int) -> dict[str, float]:
 def measure(args: Args) -> dict[str, Any]:
     torch.set_num_threads(1)
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
-        train_gpt.train(train_gpt.way("saved", client, "torch"), steps=3)
+        train_gpt.train(train_gpt.way("saved", client, "cpu"), steps=3)
         result = training(client, port, args.rounds, args.steps)
         forward = saving(client, 20 * args.rounds)
     share = result["bytes_per_step"]["saved"] / result["bytes_per_step"]["served"]

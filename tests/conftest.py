@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 DEVICE = os.environ.get("FLASHPOINT_TEST_DEVICE", "cpu")
+FUSED = "cpu" if DEVICE == "cpu" else "torch"  # the backend of this device, beside Triton, that does not run tiles
 EXPLORING = bool(os.environ.get("FLASHPOINT_TEST_EXPLORE"))  # `make test-full` sets it: hypothesis draws new examples
 INTERPRETING = DEVICE == "cpu" and not os.environ.get("FLASHPOINT_TEST_ARCH")
 if INTERPRETING:

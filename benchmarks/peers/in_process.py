@@ -28,8 +28,8 @@ Tensors = dict[str, torch.Tensor]
 def computed(tensors: Tensors, in_parts: bool = True) -> Tensors:
     """Return the outputs of a call. With `in_parts`, compute its parts one after another, as the engine does."""
     problem = Problem.create(tensors, Options(), "backward" if "do" in tensors else "forward")
-    for part in split(problem, "torch") if in_parts else [problem]:
-        run([part], "torch")
+    for part in split(problem, "cpu") if in_parts else [problem]:
+        run([part], "cpu")
     return problem.outputs
 
 

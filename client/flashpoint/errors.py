@@ -114,6 +114,9 @@ _BY_STATUS: dict[int, type[FlashpointError]] = {
 }
 
 
+_OLDER = "; this server is of an earlier version, which calls the backend cpu torch: upgrade it, or use auto"
+
+
 def invalid(field: str, message: str) -> InvalidInputError:
     """Return an InvalidInputError for one field."""
     return all_invalid([(field, message)])
@@ -135,12 +138,16 @@ def from_problem(
     family = _BY_STATUS.get(status) or (ServerError if status >= 500 else BadRequestError)
     if status in _OF_HELD and (code or "").startswith(("cache_", "saved_")):
         family = CacheError
+    errors = _fields(problem.get("errors"))
+    detail = str(problem.get("detail") or problem.get("title") or "no detail was given")
+    if any(field == "backend" and "auto" in said and "cpu" not in said for field, said in errors):
+        detail += _OLDER
     return family(
-        str(problem.get("detail") or problem.get("title") or "no detail was given"),
+        detail,
         status=status,
         code=code,
         request_id=_text(problem.get("request_id")) or request_id,
-        errors=_fields(problem.get("errors")),
+        errors=errors,
         retry_after=retry_after,
     )
 

@@ -18,11 +18,11 @@ Direction = Literal["forward", "backward"]
 Layout = Literal["bhsd", "bshd", "thd"]
 CausalAlignment = Literal["bottom_right", "top_left"]
 Precision = Literal["ieee", "tf32"]
-Backend = Literal["auto", "triton", "torch", "tiled", "reference"]
+Backend = Literal["auto", "triton", "cpu", "torch", "tiled", "reference"]
 Grad = Literal["dq", "dk", "dv", "dattn_mask", "dsinks"]
 
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "thd")
-BACKENDS = ("triton", "torch", "tiled", "reference")
+BACKENDS = ("triton", "cpu", "torch", "tiled", "reference")
 UNBOUNDED = 1 << 30  # means "no bound" in a window: larger than any length, and its sums fit into int32
 FARTHEST_OFFSET = 1 << 29  # maximum of abs(`offset`): its sum with a bound of a window fits into int32
 # Matches a request's id and a replica's name: both are safe in headers and in logs.
@@ -38,11 +38,26 @@ class FieldProblem(NamedTuple):
 
 
 class ProblemError(ValueError):
-    """The tensors or options of an attention problem are not valid. `errors` has a `FieldProblem` for each error."""
+    """The tensors or options of an attention problem are not valid. `errors` has a `FieldProblem` for each error.
+
+    `code` is the error code of a server's answer.
+    """
+
+    code = "invalid_request"
 
     def __init__(self, errors: Iterable[tuple[str, str]]) -> None:
         self.errors = tuple(FieldProblem(*each) for each in errors)
         super().__init__("; ".join(f"{field}: {message}" for field, message in self.errors))
+
+
+class BackendRenamedError(ProblemError):
+    """A call asks for `torch` on a CPU, where the kernels in C had this name in earlier versions."""
+
+    code = "backend_renamed"
+
+    def __init__(self, field: str = "backend") -> None:
+        renamed = "on a CPU, the backend that earlier versions called torch is cpu: use cpu or auto; torch is for GPUs"
+        super().__init__([(field, renamed)])
 
 
 @dataclass(frozen=True)
@@ -204,7 +219,7 @@ class Options:
         grads: Gradients to return, in this order: some of `dq`, `dk`, `dv`, `dattn_mask` (of a float mask) and
             `dsinks`. Default: ("dq", "dk", "dv").
         deterministic: Gradients are bitwise equal from run to run. Default: True.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
+        backend: `auto`, or one of `triton`, `cpu`, `torch`, `tiled` and `reference`. A backend that is named is never
             replaced by another. Default: "auto".
     """
 

@@ -19,7 +19,6 @@ from flashpoint_contract.saved import SAVED_OPTIONS
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import FLOATS, INPUT_TENSORS, TENSORS, Tensor
 from flashpoint_kernels import nano as smallest
-from flashpoint_kernels import native
 from flashpoint_kernels.dispatching.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
@@ -126,13 +125,8 @@ def commands() -> str:
 
 @named
 def support() -> str:
-    """Return a table of the features of each backend. Features of all backends are first. `torch` has two columns."""
-    columns: dict[str, frozenset[str]] = {}
-    for name in BACKENDS:
-        if name == "torch":
-            columns |= {"torch, CPU": native.SUPPORT, "torch, CUDA": SUPPORT[name]}
-        elif name in SUPPORT:
-            columns[name] = SUPPORT[name]
+    """Return a table of the features of each backend. Features of all backends are first."""
+    columns = {name: SUPPORT[name] for name in BACKENDS if name in SUPPORT}
     rows = []
     for feature in set().union(*columns.values()):
         field, what = said(feature)

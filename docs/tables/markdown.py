@@ -48,9 +48,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def results(what: str) -> Iterator[Result]:
-    """Yield the content of each file benchmarks/results/WHAT-*.json, with the file's `stem`. Each is of one machine."""
+    """Yield the content of each file benchmarks/results/WHAT-*.json, with the file's `stem`. Each is of one machine.
+
+    In earlier records of a CPU, the backend `cpu` is called `torch`.
+    """
     for path in sorted(RESULTS.glob(f"{what}-*.json")):
-        yield json.loads(path.read_text()) | {"stem": path.stem}
+        result = json.loads(path.read_text()) | {"stem": path.stem}
+        for row in result["rows"] if isinstance(result.get("rows"), list) else ():
+            if row.get("backend") == "torch" and result["environment"].get("kind") != "cuda":
+                row["backend"] = "cpu"
+        yield result
 
 
 def made_on(made: Result, *packages: str) -> str:

@@ -28,7 +28,7 @@ export interface Options {
   dropout_seed?: number | null;
   precision?: "ieee" | "tf32";
   deterministic?: boolean;
-  backend?: "auto" | "triton" | "torch" | "tiled" | "reference";
+  backend?: "auto" | "triton" | "cpu" | "torch" | "tiled" | "reference";
 }
 
 export interface ForwardOptions extends Options {

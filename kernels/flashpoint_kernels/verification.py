@@ -35,8 +35,7 @@ from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, TAKEN
 from flashpoint_contract.wording.hints import did_you_mean
-from flashpoint_kernels.dispatching.dispatch import available_backends, run
-from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.dispatching.dispatch import backend_for, run
 from flashpoint_kernels.judging import captured
 from flashpoint_kernels.judging.exact import bounds
 from flashpoint_kernels.problems.problem import DTYPES, Problem
@@ -176,7 +175,7 @@ def verify(
     work = _Work(progress)
     allows_tf32 = forward.spec.dtype == "float32" and options.precision == "tf32"
     if answers is None:
-        backend = choose_backend(problems[-1].spec, available_backends(str(forward.device)))
+        backend = backend_for(problems[-1].spec, str(forward.device))
         work.total += len(problems) + (0 if allows_tf32 else sum(2 * formula.blocks(problem) for problem in problems))
         work.begin("backend", forward)
         run([forward], backend)

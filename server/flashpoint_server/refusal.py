@@ -9,6 +9,8 @@ from http import HTTPStatus
 from itertools import islice
 from typing import Any
 
+from flashpoint_contract.options import ProblemError
+
 MEDIA_TYPE = "application/problem+json"
 TYPES = "/docs/errors#"  # with an error code appended: the path of the page that explains the error
 
@@ -36,6 +38,7 @@ STATUS = {
     "host_not_allowed": 421,
     "cache_elsewhere": 421,
     "invalid_request": 422,
+    "backend_renamed": 422,
     "queue_full": 429,
     "key_limit": 429,
     "cache_memory": 429,
@@ -116,12 +119,17 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - end - 1]}…{text[-end:]}"
 
 
-def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
+def invalid(errors: Iterable[tuple[str, str]], code: str = "invalid_request") -> Refusal:
     """Return a 422 that names at most MOST_ERRORS wrong fields. The field "" means the whole request."""
     listed = tuple(
         (_cut(field or "request", LONGEST_NAME), shortened(message)) for field, message in islice(errors, MOST_ERRORS)
     )
-    return Refusal("invalid_request", "; ".join(f"{field}: {message}" for field, message in listed), errors=listed)
+    return Refusal(code, "; ".join(f"{field}: {message}" for field, message in listed), errors=listed)
+
+
+def of_problem(error: ProblemError) -> Refusal:
+    """Return the 422 for a problem that is not valid."""
+    return invalid(error.errors, error.code)
 
 
 def out_of_time() -> Refusal:

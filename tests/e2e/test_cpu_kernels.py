@@ -33,7 +33,7 @@ def test_every_answer_names_the_kernel_that_ran(server):
         for path, sent in (("/attention", {n: t[n] for n in "qkv"}), ("/attention/grad", t)):
             answer = post(server, path, message(sent))
             assert answer.headers["x-kernel"] == answer.metadata["kernel"] == name
-            assert answer.headers["x-backend"] == "torch"
+            assert answer.headers["x-backend"] == "cpu"
     answer = post(server, "/attention", SMALL, JSON)
     assert answer.json["kernel"] == answer.headers["x-kernel"] == native.names()["float32"]
     with Client(server.url) as client:
@@ -99,7 +99,7 @@ def test_a_machine_without_the_kernels_says_what_to_install(start_server, tmp_pa
     assert without.wait_for_line(lambda line: line.get("reason") == native.MISSING)["level"] == "warning"
     answer = post(without, "/attention", SMALL, JSON)
     assert (answer.status, answer.headers["x-backend"], "x-kernel" in answer.headers) == (200, "tiled", False)
-    document = json.dumps(json.loads(SMALL) | {"backend": "torch"}).encode()
+    document = json.dumps(json.loads(SMALL) | {"backend": "cpu"}).encode()
     refused = problem(post(without, "/attention", document, JSON), 422, "invalid_request")
     assert native.MISSING in refused["errors"][0]["msg"]
     assert ask(without, "/health/ready").status == 200

@@ -24,7 +24,7 @@ FIELDS = [
     ({"scale": "big"}, "scale: must be a number"),
     ({"dropout_p": 1.5}, "dropout_p: must be less than 1"),
     ({"layout": "bhds"}, "layout: must be 'bhsd', 'bshd' or 'thd'"),
-    ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'torch'"),
+    ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'cpu'"),
     ({"dtype": "float23"}, "dtype: must be one of float16, bfloat16, float32, float64"),
     ({"k": [[1, 0, 0]]}, "k: head dimension 3 must be q's, 2"),
     ({"v": [[1, 2], [3, 4]]}, "v: heads and length (1, 2) must be k's, (1, 1)"),

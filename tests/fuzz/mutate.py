@@ -15,7 +15,7 @@ VALUES: tuple[Any, ...] = (
     "q", "k", "v", "do", "o", "lse", "dlse", "attn_mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths",
     "cu_seqlens_q", "cu_seqlens_k", "float16", "bfloat16", "float32", "float64", "F16", "BF16", "F32", "F64", "I64",
     "BOOL", "F8_E4M3", "FP16", "BF16", "FP32", "FP64", "INT32", "INT64", "bhsd", "bshd", "thd", "top_left", "tf32",
-    "torch", "tiled", "reference", "triton", "causal", "window", "window_left", "scale", "softcap", "dropout_p",
+    "cpu", "tiled", "reference", "triton", "causal", "window", "window_left", "scale", "softcap", "dropout_p",
     "dropout_seed", "return_lse", "grads", "backend", "layout", "precision", "dq", "dattn_mask", "dsinks", "dtype",
     "data_offsets", "binary_data_size", "binary_data", "shared_memory_region", "shared_memory_byte_size",
     "parameters", "outputs",

@@ -150,7 +150,7 @@ def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
     if refused(lambda: check_size(spec, DEVICE_MEMORY, SETTINGS.sequence_limit)) is not None:
         return
     try:
-        hash(launch_key(spec, choose_backend(spec, ("torch", "tiled", "reference"))))
+        hash(launch_key(spec, choose_backend(spec, ("cpu", "tiled", "reference"))))
         if spec.footprint <= DEVICE_MEMORY and index.keys() == set(INDEX_TENSORS) & spec.tensors.keys():
             rows = spec.rows(index)
             assert len(rows) == spec.batch

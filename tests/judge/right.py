@@ -157,7 +157,7 @@ def _ours(backend: str) -> Callable[..., Tensor]:
     return attention
 
 
-ours_torch = _ours("torch")
+ours_cpu = _ours("cpu")
 ours_tiled = _ours("tiled")
 ours_reference = _ours("reference")
 ours_auto = flashpoint_kernels.attention
@@ -177,5 +177,5 @@ RIGHT: dict[str, Callable[..., Any]] = (
         )
     }
     | {each.__name__: kernel(each) for each in STEPS}
-    | {"ours_torch": ours_torch, "ours_tiled": ours_tiled, "ours_reference": ours_reference, "ours": ours_auto}
+    | {"ours_cpu": ours_cpu, "ours_tiled": ours_tiled, "ours_reference": ours_reference, "ours": ours_auto}
 )

@@ -1,4 +1,4 @@
-"""The backends torch, tiled and reference equal float64, for each option that they support and in limiting cases."""
+"""The fused backend, tiled and reference equal float64, for each option that they support and in limiting cases."""
 
 from dataclasses import replace
 from itertools import product
@@ -9,11 +9,11 @@ import torch
 
 from flashpoint_kernels import Options, ProblemError, attention, verify
 from flashpoint_kernels.dispatching.support import choose_backend, unsupported
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, FUSED
 from tests.support.kernels.solving import backward, forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
-BACKENDS = ["torch", "tiled", "reference"]
+BACKENDS = [FUSED, "tiled", "reference"]
 DTYPES = ["float32", "float16", "bfloat16"]
 SINGLES = [PLAIN, *(PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:])]
 # Lengths (Sq, Sk) and head dimensions D, as on the docs' reference page.
@@ -27,7 +27,7 @@ DIMS = [16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 def check(backend: str, case: dict[str, Any], q_len: int, kv_len: int) -> None:
     """Assert that `verify` finds exact answers, or that the error names exactly the options that the backend lacks."""
     tensors, options = tensors_of(case, q_len, kv_len), replace(options_of(case), backend=backend)
-    if errors := unsupported(backend, spec_of(tensors, options, "backward"), DEVICE):
+    if errors := unsupported(backend, spec_of(tensors, options, "backward")):
         with pytest.raises(ProblemError) as refused:
             verify(tensors, options)
         assert list(refused.value.errors) == errors
@@ -43,7 +43,7 @@ def test_each_option_alone(backend: str, case: dict[str, Any]) -> None:
     check(backend, case, 70, 90)
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("backend", [FUSED, "tiled"])
 def test_every_pair_of_options(backend: str) -> None:
     for case in pairs():
         check(backend, case, 37, 70)
@@ -52,8 +52,8 @@ def test_every_pair_of_options(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
-        pytest.param(*case, marks=[] if case == ("torch", "bfloat16") else pytest.mark.slow)
-        for case in product(("torch", "tiled"), DTYPES)
+        pytest.param(*case, marks=[] if case == (FUSED, "bfloat16") else pytest.mark.slow)
+        for case in product((FUSED, "tiled"), DTYPES)
     ],
 )
 def test_shapes_and_head_dimensions(backend: str, dtype: str) -> None:
@@ -65,7 +65,7 @@ def test_shapes_and_head_dimensions(backend: str, dtype: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("q_len", "kv_len"), SHAPES)
 @pytest.mark.parametrize("case", SINGLES, ids=name_of)
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("backend", [FUSED, "tiled"])
 def test_every_option_at_every_shape(backend: str, case: dict[str, Any], q_len: int, kv_len: int) -> None:
     check(backend, case, q_len, kv_len)
 
@@ -73,13 +73,13 @@ def test_every_option_at_every_shape(backend: str, case: dict[str, Any], q_len: 
 @pytest.mark.full
 @pytest.mark.parametrize("dims", [(d, d) for d in DIMS] + [(64, 128), (128, 64), (1, 256), (256, 3)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("backend", [FUSED, "tiled"])
 def test_every_head_dimension(backend: str, dtype: str, dims: tuple[int, int]) -> None:
     check(backend, PLAIN | {"dtype": dtype, "band": "top_left", "dims": dims}, 113, 203)
 
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("backend", [FUSED, "tiled"])
 def test_two_millionths_of_the_largest_value(backend: str, causal: bool) -> None:
     """Errors at B1 H4 N512 D32 in float32 are at most 2e-6 against float64, in the forward and the gradients."""
     report = verify(qkv(1, 4, 512, 512, 32), Options(backend=backend, causal=causal))
@@ -243,11 +243,11 @@ def test_one_head_forms(backend: str, rank: int) -> None:
 
 def test_head_dimensions_above_256_have_a_forward_and_those_above_576_the_reference_alone() -> None:
     t = qkv(1, 1, 2, 2, 257)
-    for backend in ("torch", "tiled"):
+    for backend in (FUSED, "tiled"):
         with pytest.raises(ProblemError, match="a head dimension above 576, or 256 in gradients"):
             backward(backend, t)
     assert choose_backend(spec_of(t, Options(), "backward"), BACKENDS) == "reference"
     for dim, chosen in ((257, "tiled"), (576, "tiled"), (577, "reference")):
         t = {name: x for name, x in qkv(1, 1, 2, 2, dim).items() if name != "do"}
-        assert choose_backend(spec_of(t, Options(), "forward"), ("torch", "tiled", "reference")) == chosen
+        assert choose_backend(spec_of(t, Options(), "forward"), (FUSED, "tiled", "reference")) == chosen
         assert attention(**t).shape == t["q"].shape

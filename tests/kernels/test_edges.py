@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, run, verify
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, FUSED
 
-BACKENDS = ["triton", "torch", "tiled", "reference"]
+BACKENDS = ["triton", FUSED, "tiled", "reference"]
 
 
 def inputs(q_len: int = 6, kv_len: int = 9, dim: int = 8, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -39,9 +39,9 @@ def test_a_second_derivative_raises_and_is_never_silently_zero(loss: str) -> Non
     ],
 )
 def test_every_choice_of_gradients(backend: str, count: int) -> None:
-    everything = ("dq", "dk", "dv") if backend == "torch" else ("dq", "dk", "dv", "dattn_mask", "dsinks")
+    everything = ("dq", "dk", "dv") if backend == FUSED else ("dq", "dk", "dv", "dattn_mask", "dsinks")
     t = inputs()
-    if backend != "torch":
+    if backend != FUSED:
         t |= {"attn_mask": torch.zeros(6, 9, device=DEVICE), "sinks": torch.zeros(2, device=DEVICE)}
     whole = Problem.create(t, Options(grads=everything), "backward")
     run([whole], backend)
@@ -53,7 +53,7 @@ def test_every_choice_of_gradients(backend: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["triton", *(["torch"] if DEVICE == "cpu" else []), "tiled"])
+@pytest.mark.parametrize("backend", ["triton", *(["cpu"] if DEVICE == "cpu" else []), "tiled"])
 def test_a_mask_of_the_least_number_is_added_and_not_minus_infinity(backend: str, dtype: torch.dtype) -> None:
     """The lowest finite number in a mask, as models use it for padding, is added to scores, not taken for −∞.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, ProblemError, attention, attention_backward, native
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, FUSED
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 NAMES = ("q", "k", "v")
@@ -159,7 +159,7 @@ def test_backward_returns_what_was_asked_in_that_order() -> None:
 
 def test_backward_without_o_and_lse_runs_the_forward() -> None:
     t = qkv(2, 4, 5, 7, 8, kv_heads=2)
-    for backend in ("torch", "tiled"):
+    for backend in (FUSED, "tiled"):
         brought = attention_backward(**t, **forward(backend, t), backend=backend)
         made = attention_backward(**t, backend=backend)
         assert all(torch.equal(a, b) for a, b in zip(brought, made, strict=True))

@@ -22,7 +22,7 @@ from tests.support.kernels.solving import normal
 from tests.support.sockets import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-BACKENDS = [name for name in ("triton", "torch", "tiled", "reference") if name in available_backends(DEVICE)]
+BACKENDS = [name for name in ("triton", "cpu", "tiled", "reference") if name in available_backends(DEVICE)]
 NAMES = ("q", "k", "v", "attn_mask", "sinks")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True}, "mask": {"attn_mask": True},

@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "causal": {"causal": True, "scale": 0.3}, "softcap": {"softcap": 2.0}, "mask": {"attn_mask": (5, 7)},
     "sinks": {"sinks": (4,)},
 }  # fmt: skip
-BACKENDS = ["auto", "torch", "tiled", "reference", pytest.param("triton", marks=pytest.mark.slow)]
+BACKENDS = ["auto", "cpu", "tiled", "reference", pytest.param("triton", marks=pytest.mark.slow)]
 
 
 def answers(shapes: Any, options: dict[str, Any], backend: str, min_dim: int) -> list[torch.Tensor]:

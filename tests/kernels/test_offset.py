@@ -18,7 +18,7 @@ from flashpoint_kernels.triton_backend.host import route
 from tests.support.kernels.routes import forget
 from tests.support.kernels.solving import normal, qkv
 
-BACKENDS = ("reference", "tiled", "torch", "triton")
+BACKENDS = ("reference", "tiled", "cpu", "triton")
 FAR = 1 << 29
 Q, K = normal(2, 2, 3, 8), normal(2, 2, 5, 8, seed=1)
 

@@ -37,7 +37,7 @@ def rows_of(t: Tensors, start: int, stop: int) -> Tensors:
 
 
 def answers(t: Tensors, **options: Any) -> tuple[Tensor, Tensor]:
-    o, lse = attention(**t, causal=True, return_lse=True, backend="torch", **options)
+    o, lse = attention(**t, causal=True, return_lse=True, backend="cpu", **options)
     return o, lse
 
 
@@ -149,7 +149,7 @@ def test_rows_of_dq_have_the_bits_of_the_full_gradient(
         t[extra] = normal(heads, length, length) if extra == "attn_mask" else normal(heads).abs() / 16
     o, lse = answers(t, **options)
     do = normal(1, heads, length, value_dim, seed=9).to(dtype)
-    options = options | {"causal": True, "grads": ["dq"], "backend": "torch"}
+    options = options | {"causal": True, "grads": ["dq"], "backend": "cpu"}
     whole = attention_backward(do, t["q"], t["k"], t["v"], o, lse, **rest(t), **options)[0]
     start = int(place * (length - 1))
     if "block_mask" in t:
@@ -169,8 +169,8 @@ def test_rows_differ_where_the_order_of_sums_does() -> None:
     """The comparison detects different bits: a softmax over keys in another order changes some bits."""
     t = prefill(1, 1, 300, 64, 64, torch.float32, seed=1)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
-    actual = attention(t["q"], t["k"], t["v"], backend="torch")
-    other = attention(t["q"], t["k"][:, :, order], t["v"][:, :, order], backend="torch")
+    actual = attention(t["q"], t["k"], t["v"], backend="cpu")
+    other = attention(t["q"], t["k"][:, :, order], t["v"][:, :, order], backend="cpu")
     torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-6)
     assert (actual != other).any(-1).sum() > 100
 

@@ -11,7 +11,6 @@ from flashpoint_kernels.dispatching.support import unsupported
 from flashpoint_kernels.problems.cost import extent_of
 from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_kernels.problems.reproducible import split
-from tests.conftest import DEVICE
 from tests.support.kernels.serving import DTYPES, in_pages, of_eight_bits
 from tests.support.kernels.solving import forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import BACKENDS, CASES, EACH, PLAIN, each_pair, options_of, tensors_of
@@ -47,7 +46,7 @@ def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
         dtype = list(DTYPES)[number // 4 % 2]
         tensors = of_eight_bits(tensors, case["layout"], dtype, form, sequences=sequences)
     paged = in_pages(tensors, case["layout"], (7, 35)[number % 2], seed=number)
-    if errors := unsupported(backend, spec_of(paged, options, "forward"), DEVICE):
+    if errors := unsupported(backend, spec_of(paged, options, "forward")):
         with pytest.raises(ProblemError) as refused:
             verify(paged, options)
         assert list(refused.value.errors) == errors

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.kernels.serving import DTYPES, of_eight_bits
 from tests.support.kernels.solving import forward, normal
 
-BACKENDS = ["torch", "tiled", "reference", "triton"]
+BACKENDS = ["cpu", "tiled", "reference", "triton"]
 
 
 @st.composite

@@ -11,7 +11,7 @@ from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
-DEVICE = DeviceInfo("cpu", "a processor", 1 << 30, ("torch",), 1e9)
+DEVICE = DeviceInfo("cpu", "a processor", 1 << 30, ("cpu",), 1e9)
 
 
 def with_engine(settings):

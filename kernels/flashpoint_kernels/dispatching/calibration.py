@@ -17,17 +17,17 @@ import torch
 from flashpoint_contract.options import OPTIONS, Options
 from flashpoint_contract.tensors import FEATURES, TENSORS
 from flashpoint_kernels.dispatching.dispatch import run_part
-from flashpoint_kernels.dispatching.support import features
+from flashpoint_kernels.dispatching.support import SUPPORT
 from flashpoint_kernels.problems.cost import NOMINAL, SCORE_FEATURES, Rates
 from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.problems.reproducible import split
 
 _REPEATS = 2  # repetitions of a timing; the shortest time counts
-_LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # sequence lengths that take some milliseconds
+_LENGTH = {"cpu": 256, "tiled": 256, "reference": 96}  # sequence lengths that take some milliseconds
 _NARROW, _WIDE = 16, 128  # head dimensions
-_TYPES = {"torch": ("float16", "bfloat16")}  # 16-bit types that have kernels of their own, beside float32
+_TYPES = {"cpu": ("float16", "bfloat16")}  # 16-bit types that have kernels of their own, beside float32
 _KEYS = 1 << 17  # keys of each of two heads; k and v together have 32 MiB
-_SEQUENCES = {"torch": 2048, "tiled": 2048, "reference": 16}
+_SEQUENCES = {"cpu": 2048, "tiled": 2048, "reference": 16}
 _LEAST = 0.1  # fraction of the nominal rate that replaces a smaller measured rate: noise can make it 0
 _OF_PEAK = 0.3  # assumed fraction of a GPU's peak that a kernel reaches; not measured
 _INTERPRETED = Rates(2e-2, 1e-2, 1e-9, 1e-7, {})  # Triton's interpreter, measured once; nobody uses it for serving
@@ -49,7 +49,7 @@ def measure(backend: str) -> Rates:
     score = max((slow - one - narrow.flops * flop) / scores, _LEAST * nominal.score)
     options = {}
     for name in SCORE_FEATURES:
-        if name in features(backend):
+        if name in SUPPORT[backend]:
             problem = _with_feature(narrow, name)
             taken = _seconds(partial(run_part, problem, backend)) - slow
             options[name] = max(taken / scores, _LEAST * nominal.options[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -12,9 +13,10 @@ from types import ModuleType
 import torch
 
 from flashpoint_contract.options import ProblemError
+from flashpoint_contract.spec import Spec
 from flashpoint_kernels import native
 from flashpoint_kernels.dispatching.machine import version_of
-from flashpoint_kernels.dispatching.support import Backends, unsupported
+from flashpoint_kernels.dispatching.support import Backends, choose_backend, unsupported
 from flashpoint_kernels.problems.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.problems.reproducible import split, spread
 from flashpoint_kernels.triton_backend.host.configurations import refusal
@@ -22,12 +24,12 @@ from flashpoint_kernels.triton_backend.host.configurations import refusal
 # A backend is a module with `forward(problems)` and `backward(problems)`. It is imported at its first use.
 _MODULES = {
     "triton": "triton_backend.host.launch",
+    "cpu": "cpu_backend.run",
     "torch": "torch_backend.fused",
-    "torch on the CPU": "torch_backend.cpu",
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
-_OWN_FORWARD = ("reference", "torch on the CPU")  # backends whose `backward` computes missing `o` and `lse` itself
+_OWN_FORWARD = ("reference", "cpu")  # backends whose `backward` computes missing `o` and `lse` itself
 
 # Triton reads this variable when it defines kernels, so only the value at import time counts.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,7 +39,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def available_backends(device: str) -> Backends:
     """Return the backends of a device, in the order in which `auto` prefers them.
 
-    On the CPU, `torch` means the kernels in C. Triton's kernels run there only under Triton's interpreter
+    `cpu` is the kernels in C. Triton's kernels run on a CPU only under Triton's interpreter
     (TRITON_INTERPRET=1), as the last choice. On a GPU where Triton's kernels give wrong results, torch's operators
     replace them; `no_triton` has the reason. On devices other than CPUs and NVIDIA's GPUs only tiles of torch
     operations run.
@@ -47,7 +49,7 @@ def available_backends(device: str) -> Backends:
     """
     kind = torch.device(device).type
     if kind == "cpu":
-        in_c = ("torch",) if native.library() is not None else ()
+        in_c = ("cpu",) if native.library() is not None else ()
         return Backends((*in_c, "tiled", "reference", *(("triton",) if _INTERPRETED else ())), kind)
     if kind != "cuda" or torch.version.hip is not None:
         names = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # other devices may lack float64
@@ -61,16 +63,27 @@ def available_backends(device: str) -> Backends:
     return Backends(others if reason else ("triton", *others), kind, reason)
 
 
+def backend_for(spec: Spec, device: str) -> str:
+    """Return the backend for a problem on a device. Warn if `auto` has to do without the kernels in C.
+
+    Raises ProblemError, as `choose_backend`.
+    """
+    available = available_backends(device)
+    if spec.options.backend == "auto" and available.kind == "cpu" and "cpu" not in available:
+        warnings.warn(f"auto takes the backend tiled, which is slower: {native.MISSING}", RuntimeWarning, stacklevel=2)
+    return choose_backend(spec, available)
+
+
 def run(problems: Sequence[Problem], backend: str) -> None:
     """Run problems on a backend in one launch, and write the results into the problems' `outputs`.
 
-    For gradients without given `o` and `lse`, the backend's forward runs first. On the CPU, `torch` and `tiled` run on
-    all cores: the kernels of `torch` start threads for a single problem; other problems are cut into parts by
+    For gradients without given `o` and `lse`, the backend's forward runs first. `cpu`, and `tiled` on a CPU, run on
+    all cores: the kernels in C start threads for a single problem; other problems are cut into parts by
     `reproducible.split`, which run in parallel. To run one part in the calling thread, use `run_part`.
 
     Args:
         problems: Problems with one direction, one device and one `problem.launch_key`.
-        backend: `triton`, `torch`, `tiled` or `reference`.
+        backend: `triton`, `cpu`, `torch`, `tiled` or `reference`.
 
     Raises:
         ProblemError: the backend cannot do a problem.
@@ -84,10 +97,10 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     if kind != "cpu" and backend not in (available := available_backends(str(problems[0].device))):
         why = available.no_triton or f"the backends of a device of kind {kind} are {', '.join(available)}"
         raise ProblemError([("backend", f"{backend} is not available on this device: {why}")])
-    if errors := [e for p in problems for e in unsupported(backend, p.spec, kind)]:
+    if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
         raise ProblemError(dict.fromkeys(errors))
-    if kind == "cpu" and backend in ("torch", "tiled"):
-        if backend == "torch" and len(problems) == 1:
+    if kind == "cpu" and backend in ("cpu", "tiled"):
+        if backend == "cpu" and len(problems) == 1:
             run_part(replace(problems[0], threads=torch.get_num_threads()), backend)
         else:
             spread([partial(run_part, part, backend) for problem in problems for part in split(problem, backend)])
@@ -111,20 +124,16 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
     elif not problems[0].spec.has_columns:
         _run([problem.with_columns() for problem in problems], backend)
     elif problems[0].spec.direction == "forward":
-        _module(backend, kind).forward(problems)
+        _module(backend).forward(problems)
     else:
-        forwards, problems = ([], problems) if _name(backend, kind) in _OWN_FORWARD else with_forwards(problems)
+        forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
             if backend == "tiled" and kind == "cpu":  # the forward can be cut by heads, even where the gradients cannot
                 forwards = [part for problem in forwards for part in split(problem, backend)]
-            _module(backend, kind).forward(forwards)
-        _module(backend, kind).backward(problems)
-
-
-def _name(backend: str, device: str) -> str:
-    return "torch on the CPU" if (backend, device) == ("torch", "cpu") else backend
+            _module(backend).forward(forwards)
+        _module(backend).backward(problems)
 
 
 @cache
-def _module(backend: str, device: str) -> ModuleType:
-    return import_module(f"flashpoint_kernels.{_MODULES[_name(backend, device)]}")
+def _module(backend: str) -> ModuleType:
+    return import_module(f"flashpoint_kernels.{_MODULES[backend]}")

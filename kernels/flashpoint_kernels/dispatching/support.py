@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashpoint_contract.options import ProblemError
+from flashpoint_contract.options import BackendRenamedError, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import FEATURES
-from flashpoint_kernels import native, reference_backend, tiled_backend, torch_backend, triton_backend
+from flashpoint_kernels import cpu_backend, native, reference_backend, tiled_backend, torch_backend, triton_backend
 
 SUPPORT = {
     "triton": triton_backend.SUPPORT,
+    "cpu": cpu_backend.SUPPORT,
     "torch": torch_backend.SUPPORT,
     "tiled": tiled_backend.SUPPORT,
     "reference": reference_backend.SUPPORT,
@@ -38,15 +39,10 @@ class Backends(tuple[str, ...]):
     __hash__ = tuple.__hash__
 
 
-def features(backend: str, device: str = "cpu") -> frozenset[str]:
-    """Return the features of a backend on a device, `cpu` or `cuda`. On the CPU `torch` is the kernels in C."""
-    return native.SUPPORT if backend == "torch" and device == "cpu" else SUPPORT[backend]
-
-
-def unsupported(backend: str, spec: Spec, device: str = "cpu") -> list[tuple[str, str]]:
+def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
     """Return (field, message) for each feature that `spec` needs and `backend` does not support."""
-    missing = spec.features - features(backend, device)
-    if backend == "torch" and device == "cpu" and native.library() is None:
+    missing = spec.features - SUPPORT[backend]
+    if backend == "cpu" and native.library() is None:
         return [("backend", native.MISSING)]
     return [
         (field, f"the {backend} backend does not support {what}")
@@ -66,22 +62,25 @@ def choose_backend(spec: Spec, available: tuple[str, ...]) -> str:
 
     A named backend is never replaced by another.
     `available` lists the device's backends in order of preference: a `Backends`, or only names (for a GPU they begin
-    with `triton`). Raises ProblemError, which names `backend`, or the fields that the chosen backend does not support.
+    with `triton`). Raises ProblemError, which names `backend`, or the fields that the chosen backend does not support;
+    BackendRenamedError for `torch` on a CPU.
     """
     if not isinstance(available, Backends):
         available = Backends(available, "cuda" if available[:1] == ("triton",) else "cpu")
-    device, requested = available.kind, spec.options.backend
+    requested = spec.options.backend
     if requested != "auto":
-        if requested == "torch" and device == "cpu" and requested not in available:
-            raise ProblemError([("backend", f"torch is not available on this device: {native.MISSING}")])
+        if requested == "torch" and available.kind == "cpu":
+            raise BackendRenamedError
         if requested not in available:
             why = f": {available.no_triton}" if requested == "triton" and available.no_triton else ""
+            if requested == "cpu" and available.kind == "cpu":
+                why = f": {native.MISSING}"
             others = " or ".join(available)
             raise ProblemError([("backend", f"{requested} is not available on this device{why}; use {others}")])
-        if errors := unsupported(requested, spec, device):
+        if errors := unsupported(requested, spec):
             raise ProblemError(errors)
         return requested
     for backend in available:
-        if not unsupported(backend, spec, device):
+        if not unsupported(backend, spec):
             return backend
     raise ProblemError([("backend", "no backend of this device supports this problem")])

@@ -16,15 +16,12 @@ import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
-from flashpoint_contract.spec import Spec
-from flashpoint_contract.tensors import EVERY_FEATURE
 from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
 LEVELS = ("avx2", "avx512", "amx")
 FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # environment variable: compute all types in float32, without AMX
 VECTOR = 16  # a row of the partial o of a chunk of keys is padded to a multiple of this number of floats
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
-SUPPORT = EVERY_FEATURE - {"float64", "wide_head_dim", "large_head_dim"}
 MISSING = (
     "the kernels in C are not there: install a C compiler (gcc or clang) and Flashpoint again; "
     "on x86-64 they need a processor with AVX2"
@@ -96,8 +93,3 @@ def level(name: str) -> Library | None:
 
     kernels = Library(functions(name), functions("avx512" if name == "amx" else name))
     return kernels if all(f is not None for functions_of_type in kernels for f in functions_of_type) else None
-
-
-def supports(spec: Spec) -> bool:
-    """Return whether the kernels are available and support the problem on the CPU."""
-    return library() is not None and spec.features <= SUPPORT

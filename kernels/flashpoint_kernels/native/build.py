@@ -1,8 +1,7 @@
 """Compile the CPU kernels with the system's C compiler: `python kernels/flashpoint_kernels/native/build.py`.
 
 The build of the wheel, and of an editable installation, calls `compile_library` (hatch_build.py). Nothing is compiled
-when the package runs. The package also works without a compiler: the `torch` backend then computes with torch's own
-operators.
+when the package runs. The package also works without a compiler: `auto` then takes the backend `tiled`.
 """
 
 from __future__ import annotations

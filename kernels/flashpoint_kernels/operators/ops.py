@@ -23,8 +23,7 @@ from torch.autograd import forward_ad
 from flashpoint_contract.options import OPTIONS, Direction, Flag, Kind, Number, OneOf, Options, Pair, ProblemError
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSORS
-from flashpoint_kernels.dispatching.dispatch import available_backends, run
-from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.dispatching.dispatch import backend_for, run
 from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients, refuse_transforms
 from flashpoint_kernels.problems.problem import Problem, tensor_info
 from flashpoint_kernels.problems.strides import empty_like, laid_like
@@ -168,7 +167,7 @@ def _solve(
 ) -> dict[str, Tensor]:
     number = None if seed is None else int(seed) & _SEED_BITS
     problem = Problem.create(tensors, options, direction, fixed_pages=True, seed=number)
-    run([problem], choose_backend(problem.spec, available_backends(str(problem.device))))
+    run([problem], backend_for(problem.spec, str(problem.device)))
     return problem.outputs
 
 

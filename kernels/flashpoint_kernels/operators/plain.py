@@ -21,16 +21,15 @@ from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import native
-from flashpoint_kernels.dispatching.dispatch import available_backends
-from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.cpu_backend.backward import differentiate_dense
+from flashpoint_kernels.cpu_backend.forward import attend_dense
+from flashpoint_kernels.dispatching.dispatch import backend_for
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.operators import ops
 from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients
 from flashpoint_kernels.problems.memory import SUSPECT, in_memory
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 from flashpoint_kernels.problems.strides import empty_like, laid_like
-from flashpoint_kernels.torch_backend.backward import differentiate_dense
-from flashpoint_kernels.torch_backend.forward import attend_dense
 
 _ORDINARY = (Tensor, torch.nn.Parameter)  # subclasses are excluded, because they may redefine operations
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
@@ -130,11 +129,11 @@ def _route(options: Options, *found: Any) -> Route | None:
     infos = {n: TensorInfo(DTYPE_NAMES[t], tuple(s)) for n, s, t in zip("qkv", shapes, dtypes, strict=True)}
     try:
         spec = plan(infos, options, "forward")
-        backend = choose_backend(spec, available_backends("cpu"))
+        backend = backend_for(spec, "cpu")
     except ProblemError:
         return None
     shortest = min(spec.batch, spec.q_len, spec.kv_len)
-    if backend != "torch" or spec.ragged or not spec.has_columns or shortest < 1:
+    if backend != "cpu" or spec.ragged or not spec.has_columns or shortest < 1:
         return None
     return Route(options, options.layout == "bshd", spec, _gradient(spec), spec.rows({})[0])
 

@@ -1,7 +1,7 @@
 """Find tile bounds: the keys that a block of queries may see, and the queries that may see a block of keys.
 
 Key j is visible to query i iff  i + offset − left <= j <= i + offset + right  (and j < kv_len). The same functions run
-in Python (work lists, and the `torch` and `tiled` backends, which do not import Triton) and, compiled, in the kernels
+in Python (work lists, and the `cpu` and `tiled` backends, which do not import Triton) and, compiled, in the kernels
 (triton_backend/kernels/bounds.py).
 
 All functions take the first and last index of the block (inclusive) and return a half-open range [lo, hi), which is

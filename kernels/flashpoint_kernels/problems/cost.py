@@ -41,9 +41,10 @@ class Rates(NamedTuple):
 # Measured with one thread on an AMD EPYC with two cores. All machines cut a problem into parts by these rates, so that
 # the parts are the same on all machines.
 NOMINAL: dict[str, Rates] = {
-    "torch": Rates(5e-5, 1e-6, 5e-12, 1e-9,
-                   {"softcap": 4e-10, "dropout": 8e-10, "bool_mask": 6e-10, "float_mask": 6e-10, "alibi_slopes": 5e-10},
-                   7e-11),
+    "cpu": Rates(5e-5, 1e-6, 5e-12, 1e-9,
+                 {"softcap": 4e-10, "dropout": 8e-10, "bool_mask": 6e-10, "float_mask": 6e-10, "alibi_slopes": 5e-10},
+                 7e-11),
+    "torch": Rates(5e-5, 1e-6, 5e-12, 0.0, {}, 7e-11),  # on a GPU
     "tiled": Rates(5e-4, 3e-6, 2e-11, 2e-9,
                    {"softcap": 1e-9, "dropout": 2e-8, "bool_mask": 5e-10, "float_mask": 5e-10, "alibi_slopes": 5e-10}),
     "reference": Rates(1e-5, 4e-4, 5e-11, 2e-8,

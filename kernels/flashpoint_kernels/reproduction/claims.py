@@ -88,7 +88,7 @@ def _passes(right: bool) -> str:
 
 def _own(bench: Bench) -> str:
     """Return the backend that a server uses on this device."""
-    return "triton" if bench.on_gpu else "torch"
+    return "triton" if bench.on_gpu else "cpu"
 
 
 def _precision(bench: Bench) -> Running:
@@ -118,9 +118,7 @@ def _table(bench: Bench) -> Running:
         f"{direction}: " + ", ".join(f"{r['backend']} {_ms(r['ms'])}" for r in rows if r["direction"] == direction)
         for direction in ("forward", "backward")
     ]
-    how = "medians; the bars are in the pictures" + (
-        "" if bench.on_gpu else "; flash is `torch`, which serves on a CPU"
-    )
+    how = "medians; the bars are in the pictures" + ("" if bench.on_gpu else "; flash is `cpu`, our kernels in C")
     return Found(_passes(all(row["ms"] for row in rows)), "; ".join(said), how)
 
 

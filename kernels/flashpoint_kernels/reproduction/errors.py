@@ -42,7 +42,7 @@ def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
     plain = written_out(q, k, v, do)
     exact = written_out(*(t.double() for t in (q, k, v, do)))
     by_backend: dict[str, dict[str, dict[str, float]]] = {}
-    for backend in (name for name in ("triton", "torch", "tiled") if name in available_backends(device)):
+    for backend in (name for name in ("triton", "cpu", "torch", "tiled") if name in available_backends(device)):
         answers = ours(backend, q, k, v, do)
         by_backend[backend] = {
             name: {

@@ -26,8 +26,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 # Implementations that cases can name: our backends, the written-out formula, torch's own, and optional packages.
 TIMED = (
-    "naive", "naive_explicit", "triton", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math",
-    "flex", "flash_attn", "flash_attn_3", "flashinfer", "xformers",
+    "naive", "naive_explicit", "triton", "cpu", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
+    "sdpa_math", "flex", "flash_attn", "flash_attn_3", "flashinfer", "xformers",
 )  # fmt: skip
 
 OWN = "kernel"  # `backend` of a case that times a function of the caller; HTTP requests cannot use it
@@ -123,7 +123,7 @@ class Timing:
 # The backends that a preset times on each kind of device. Those only under "cuda" need a GPU, except `flex`, which on a
 # CPU has a forward but no backward.
 _BACKENDS = {
-    "cpu": ("naive", "naive_explicit", "tiled", "torch", "sdpa_flash"),
+    "cpu": ("naive", "naive_explicit", "tiled", "cpu", "sdpa_flash"),
     "cuda": (
         "naive",
         "naive_explicit",

@@ -273,6 +273,7 @@ IMPLEMENTATIONS = {
     "naive": Implementation(Naive, _torch, "naive_forward", "naive_backward"),
     "naive_explicit": Implementation(_explicit, _torch, "naive_forward", "explicit_backward"),
     "triton": Implementation(_ours, partial(_versions, "flashpoint", "triton"), "flash_forward", "two_pass_backward"),
+    "cpu": Implementation(_ours, partial(_versions, "flashpoint", "torch"), "flash_forward", "fused_backward"),
     "torch": Implementation(_ours, partial(_versions, "flashpoint", "torch"), "flash_forward", "fused_backward"),
     "tiled": Implementation(_ours, partial(_versions, "flashpoint", "torch"), "flash_forward", "fused_backward"),
     "sdpa_flash": Implementation(_sdpa_of["flash"], _torch, "flash_forward", "fused_backward"),

@@ -1,7 +1,6 @@
-"""The backend `torch`: on the CPU the kernels in C (cpu.py), on CUDA torch's own fused operators (fused.py)."""
+"""The backend `torch`: torch's own fused operators, on CUDA (fused.py)."""
 
-# The features of torch's operators, on CUDA. "value_dim" (D ≠ Dv) and "dlse" are not among them. On the CPU,
-# native.SUPPORT has those of the kernels in C.
+# "value_dim" (D ≠ Dv) and "dlse" are not among the features.
 SUPPORT = frozenset({
     "float16", "bfloat16", "float32", "causal", "gqa", "thd", "tf32", "lengths", "bool_mask", "float_mask", "lse",
     "backward", "paged", "quantized", "sinks", "dsinks",

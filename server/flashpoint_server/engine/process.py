@@ -91,7 +91,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
         let_others_first()  # leave the cores to the HTTP processes when they need them
     about = device.info
     if about.no_kernels:
-        log.warning("torch is not available", reason=about.no_kernels)
+        log.warning("the backend cpu is not available", reason=about.no_kernels)
     if about.no_gpu:
         log.warning("no GPU", reason=about.no_gpu)
     loop.run()

@@ -32,7 +32,7 @@ from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE, Layout
-from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.refusal import Refusal, invalid, of_problem
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -131,7 +131,7 @@ def refuse_invalid(known: Iterable[str] = OF_ATTENTION) -> Iterator[None]:
     except ValidationError as error:
         raise invalid(field_problems(error, known)) from None
     except ProblemError as error:
-        raise invalid(error.errors) from None
+        raise of_problem(error) from None
     except FieldError as error:
         raise invalid([(error.field, error.message)]) from None
     except wire.WireError as error:

@@ -84,6 +84,10 @@ ERRORS = {
         "another replica behind the balancer holds the cache; `X-Flashpoint-Replica` names it",
         "send this header with the retry; the SDK does this. The balancer must route by this header",
     ),
+    "backend_renamed": Meaning(
+        "the request names the backend `torch` on a CPU, where the kernels in C had this name in earlier versions",
+        "send `cpu`, or `auto`, which servers of all versions take",
+    ),
     "invalid_request": Meaning(
         "the request can be parsed but is not valid: a name, a shape, a dtype, or the value of an option or a header; "
         "`errors` names each field",

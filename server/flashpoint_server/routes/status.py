@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from flashpoint_contract.tensors import MAX_HEAD_DIM
-from flashpoint_kernels.dispatching.support import features
+from flashpoint_kernels.dispatching.support import SUPPORT
 from flashpoint_server.config.key_file import RIGHTS
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.observability.metrics import MEDIA_TYPE
@@ -50,7 +50,7 @@ class Info(BaseModel):
     device: Device | None
     backends: list[str] = Field(description="Backends, in the order in which `auto` prefers them.")
     kernels: dict[str, str] = Field(
-        description="The CPU kernels in C of the backend `torch`, by the data type of q.",
+        description="The CPU kernels in C of the backend `cpu`, by the data type of q.",
         examples=[{"bfloat16": "c-amx"}],
     )
     missing: list[str] = Field(
@@ -104,7 +104,7 @@ def router(service: Service) -> APIRouter:
             backends=backends,
             kernels=device.kernels if device else {},
             missing=[*filter(None, (device.no_triton, device.no_kernels, device.no_gpu))] if device else [],
-            options={name: sorted(features(name, device.name)) for name in backends} if device else {},
+            options={name: sorted(SUPPORT[name]) for name in backends} if device else {},
             load={"requests": int(sum(service.counts.requests)), "bytes": int(sum(service.counts.bytes))},
             caches={
                 "caches": holding.caches,

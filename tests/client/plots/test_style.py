@@ -18,7 +18,7 @@ from tests.support.plot_rows import job, row
 
 
 def test_every_backend_beside_every_other_in_one_panel():
-    many = ["naive", "naive_explicit", "triton", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"]
+    many = ["naive", "naive_explicit", "triton", "cpu", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex"]
     rows = [row("naive", n) | {"backend": b, "ms": n * (i + 1) / 1e3} for i, b in enumerate(many) for n in (512, 1024)]
     for kind, some in (("time", rows), ("time", rows[::2]), ("speedup", rows), ("roofline", rows)):
         check(laid_out(lambda kind=kind, some=some: benchmark_figure(job(some), kind)))

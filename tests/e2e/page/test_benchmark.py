@@ -24,7 +24,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
     job = ask(server, f"/benchmark/{page.url.partition('=')[2]}").json
     shown = cells(page, "benchmark")
-    assert [row[0] for row in shown] == [row["backend"] for row in job["rows"]] == ["naive", "torch"] * 2
+    assert [row[0] for row in shown] == [row["backend"] for row in job["rows"]] == ["naive", "cpu"] * 2
     assert [row[1] for row in shown] == [f"B1 H2 S{n} D16 float32 forward" for n in (32, 32, 64, 64)]
     assert [float(row[2].split()[0]) for row in shown] == pytest.approx([row["ms"] for row in job["rows"]], rel=5e-3)
     figures = {"Time": "ms", "TFLOP/s": "tflops_standard", "Speed-up": "speedup_over_naive", "Memory": "peak_bytes"}
@@ -33,7 +33,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
         (chart,) = drawn(page, "#benchmark .charts > div")
         assert chart["title"].endswith("forward · float32 · H 2 · D 16")
         assert (chart["x"], chart["lost"]) == ([32, 64], [])
-        for backend in ("naive", "torch"):
+        for backend in ("naive", "cpu"):
             of_rows = [row[field] for row in job["rows"] if row["backend"] == backend]
             assert chart["lines"][backend] == [figure or None for figure in of_rows]
     page.get_by_label("Speed-up", exact=True).check()
@@ -42,7 +42,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     page.get_by_label("Roofline", exact=True).check()
     (chart,) = drawn(page, "#benchmark .charts > div")
     assert (chart["title"], chart["lost"]) == ("Roofline: forward · float32", [])
-    points = [value for name in ("naive", "torch") for value in chart["lines"][name] if value is not None]
+    points = [value for name in ("naive", "cpu") for value in chart["lines"][name] if value is not None]
     assert sorted(points) == sorted(row["tflops"] for row in job["rows"])
     assert max(chart["lines"]["measured roof"]) == job["environment"]["peaks"]["float32"]["tflops"]
     with page.expect_download() as saved:
@@ -123,7 +123,7 @@ def test_the_axis_of_times_holds_their_whiskers(page):
         return [scales.y.min, scales.y.max];
     }"""
     same = {"dtype": "float32", "head_dim": 16, "value_dim": 16, "q_heads": 1, "kv_heads": 1, "causal": False,
-            "direction": "forward", "backend": "torch", "skipped": None}  # fmt: skip
+            "direction": "forward", "backend": "cpu", "skipped": None}  # fmt: skip
     times = {32: 1, 64: 2, 128: 9}
     rows = [{**same, "kv_len": n, "ms": ms, "ms_p20": ms / 10, "ms_p80": ms * 10} for n, ms in times.items()]
     low, high = page.evaluate(script, [rows])

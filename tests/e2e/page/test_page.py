@@ -186,12 +186,12 @@ def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
         backend: len(features) for backend, features in info["options"].items()
     }
     assert count == len({feature for features in info["options"].values() for feature in features})
-    assert "head dim over 256" in able["tiled"] - able["torch"]  # the backend `torch` has no such limit
+    assert "head dim over 256" in able["tiled"] - able["cpu"]  # the backend `cpu` has no such limit
 
 
 def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
     _, info = server.get("/info")
-    info["options"]["torch"].append("mind_reading")
+    info["options"]["cpu"].append("mind_reading")
 
     def open_with_more(route):
         route.fulfill(json=info)

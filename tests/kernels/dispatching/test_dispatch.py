@@ -20,12 +20,12 @@ def test_triton_is_no_choice_without_the_interpreter(interpret: str) -> None:
     code = "from flashpoint_kernels import available_backends; print(*available_backends('cpu'))"
     env = os.environ | {"TRITON_INTERPRET": interpret}
     process = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
-    assert process.stdout.split() == ["torch", "tiled", "reference"]
+    assert process.stdout.split() == ["cpu", "tiled", "reference"]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="tests/conftest.py sets TRITON_INTERPRET=1 for the CPU alone")
 def test_under_the_interpreter_triton_is_the_last_choice() -> None:
-    assert available_backends("cpu") == ("torch", "tiled", "reference", "triton")
+    assert available_backends("cpu") == ("cpu", "tiled", "reference", "triton")
 
 
 def test_a_gpu_prefers_our_kernels() -> None:
@@ -61,7 +61,7 @@ def test_on_a_gpu_where_the_kernels_are_not_right_auto_falls_back_and_triton_is_
     assert backends == ("torch", "tiled", "reference")
     t = {n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}
     assert choose_backend(spec_of(t, Options(), "forward"), backends) == "torch"
-    # On a GPU, the backend `torch` runs torch's operators, which do not support softcap; on a CPU, it runs C kernels.
+    # torch's operators do not support softcap.
     assert choose_backend(spec_of(t, Options(softcap=1.0), "forward"), backends) == "tiled"
     named = spec_of(t, Options(backend="triton"), "forward")
     with pytest.raises(ProblemError, match=f"backend: triton is not available on this device: .*{reason}.*use torch"):
@@ -94,7 +94,7 @@ def test_problems_of_one_launch_share_its_key() -> None:
     run([], "tiled")
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 def test_a_group_is_its_problems_one_by_one(backend: str) -> None:
     """Problems of different sizes in one `run`, one of them with o and lse, have the same answers as each alone."""
     shapes = [(1, 2, 5, 9), (3, 4, 12, 3), (2, 2, 1, 1)]
@@ -117,10 +117,10 @@ def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
 
 @pytest.mark.slow
 def test_torch_and_tiled_do_not_import_triton() -> None:
-    """The backends `torch` and `tiled` do not import Triton: two threads could see a partly imported module."""
+    """The backends `cpu` and `tiled` do not import Triton: two threads could see a partly imported module."""
     code = (
         "import sys, torch; from flashpoint_kernels import attention; q = torch.ones(1, 2, 70, 16)\n"
-        "for backend in ('torch', 'tiled'): attention(q, q, q, window=(3, 0), causal=True, backend=backend)\n"
+        "for backend in ('cpu', 'tiled'): attention(q, q, q, window=(3, 0), causal=True, backend=backend)\n"
         "print('triton' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -21,7 +21,7 @@ from tests.support.kernels.solving import normal
 
 BACKENDS = [
     pytest.param(name, marks=[pytest.mark.slow] if name == "triton" else [])  # the interpreter is slow
-    for name in ("triton", "torch", "tiled", "reference")
+    for name in ("triton", "cpu", "tiled", "reference")
     if name in available_backends(DEVICE)
 ]
 Solved = tuple[Tensor, Tensor]

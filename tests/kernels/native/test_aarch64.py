@@ -14,10 +14,10 @@ from flashpoint_contract.options import Options
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import native
+from flashpoint_kernels.cpu_backend.backward import differentiate_dense
+from flashpoint_kernels.cpu_backend.forward import attend_dense
 from flashpoint_kernels.native import build
 from flashpoint_kernels.native.calls import Replay
-from flashpoint_kernels.torch_backend.backward import differentiate_dense
-from flashpoint_kernels.torch_backend.forward import attend_dense
 from tests.support.kernels.solving import normal
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"

@@ -53,7 +53,7 @@ def test_infinity_and_nan_reach_nothing_that_does_not_see_them(
         t[of_query][:, :, query, place % dim] = bad
     for name in ("o", "lse"):
         t[name][:, :, rows] = torch.nan
-    actual = attention_backward(**t, backend="torch", **options)
+    actual = attention_backward(**t, backend="cpu", **options)
     for right, one, reached in zip(clean, actual, (rows, keys, keys), strict=True):
         expected = right[:, :, ~reached]
         bound = ERROR[dtype] * max(1.0, float(right.abs().max()))
@@ -78,7 +78,7 @@ def test_finite_numbers_never_give_nan(dtype: torch.dtype, size: float) -> None:
             dtype_max = torch.finfo(dtype).max
             o = (scores.softmax(-1) @ t["v"].double()).clamp(-dtype_max, dtype_max).to(dtype)
             lse = scores.logsumexp(-1).clamp(-LARGEST, LARGEST).float()
-            for grad in attention_backward(**t, o=o, lse=lse, backend="torch", scale=scale, softcap=softcap):
+            for grad in attention_backward(**t, o=o, lse=lse, backend="cpu", scale=scale, softcap=softcap):
                 assert not grad.isnan().any()
 
 
@@ -86,12 +86,12 @@ def test_finite_numbers_never_give_nan(dtype: torch.dtype, size: float) -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (40, 0)}, {"softcap": 3.0}])
 def test_a_row_of_dq_has_the_same_bits_with_any_other_queries(dtype: torch.dtype, options: dict[str, Any]) -> None:
     t = qkv(1, 4, 300, 300, 40, kv_heads=2, dtype=dtype)
-    t |= forward("torch", t, **options)
-    (whole,) = attention_backward(**t, backend="torch", grads=["dq"], **options)
+    t |= forward("cpu", t, **options)
+    (whole,) = attention_backward(**t, backend="cpu", grads=["dq"], **options)
     for count in (1, 5, 33, 129):
         last = {name: x if name in "kv" else x[:, :, -count:] for name, x in t.items()}
-        (some,) = attention_backward(**last, backend="torch", grads=["dq"], **options)
+        (some,) = attention_backward(**last, backend="cpu", grads=["dq"], **options)
         assert torch.equal(some, whole[:, :, -count:])
     one = {name: x[:, :1] if name in "kv" else x[:, 1:2] for name, x in t.items()}
-    (alone,) = attention_backward(**one, backend="torch", grads=["dq"], **options)
+    (alone,) = attention_backward(**one, backend="cpu", grads=["dq"], **options)
     assert torch.equal(alone, whole[:, 1:2])

@@ -35,14 +35,14 @@ def test_bits_are_those_of_a_sequence_alone_on_one_thread_however_it_is_cut(
     heads = 2 if layout == "bshd" else 1
     for b in range(3):
         one = forward_of({name: x[b : b + 1] for name, x in t.items()}, **options)
-        run_part(one, "torch")
+        run_part(one, "cpu")
         assert torch.equal(one.outputs["o"][0], o[b])
         assert torch.equal(one.outputs["lse"][0], lse[b])
         for head in range(kv_heads):
             part = one.heads(head, head + 1)
             expected = part.outputs["o"].clone()
             part.outputs["o"].fill_(torch.nan)
-            run_part(part, "torch")
+            run_part(part, "cpu")
             assert torch.equal(part.outputs["o"], expected), (heads, head)
 
 
@@ -52,7 +52,7 @@ def test_answers_agree_with_float64(dtype: torch.dtype) -> None:
         t = {n: x for n, x in qkv(2, 2 * group, q_len, kv_len, 64, kv_heads=2, dtype=dtype).items() if n != "do"}
         if sinks:
             t["sinks"] = normal(2 * group)
-        report = verify(t, Options(backend="torch"))
+        report = verify(t, Options(backend="cpu"))
         assert report.ok, [e for e in report.tensors if not e.ok]
 
 
@@ -61,15 +61,15 @@ def test_the_error_does_not_grow_with_the_number_of_keys(rows: int) -> None:
     """The kernel sums each block of keys by itself; the error of one sum over all 4,096 keys was twice this limit."""
     t = qkv(1, 2, rows, 4096, 32)
     expected = forward("reference", {name: x.double() for name, x in t.items()})["o"]
-    error = (forward("torch", t)["o"] - expected).norm() / expected.norm()
+    error = (forward("cpu", t)["o"] - expected).norm() / expected.norm()
     assert error < 4.5e-7
 
 
 def test_a_gradient_runs_the_forward_that_a_caller_would_bring() -> None:
     t = qkv(2, 4, 2, 1500, 16, kv_heads=2, dtype=torch.bfloat16)
-    saved = forward("torch", {n: x for n, x in t.items() if n != "do"})
-    for name, x in backward("torch", t | saved).items():
-        assert torch.equal(backward("torch", t)[name], x), name
+    saved = forward("cpu", {n: x for n, x in t.items() if n != "do"})
+    for name, x in backward("cpu", t | saved).items():
+        assert torch.equal(backward("cpu", t)[name], x), name
 
 
 def test_scores_of_nan_and_minus_infinity_in_a_chunk() -> None:
@@ -93,9 +93,9 @@ def test_work_is_cut_by_the_bytes_that_it_reads() -> None:
     """A problem of only 67 MFLOP is cut into parts, because it reads 134 MB of keys and values."""
     spec_only = {n: torch.empty(8, 8, 1 if n == "q" else 4096, 64) for n in "qkv"}
     problem = forward_of(spec_only)
-    assert row_seconds(problem.spec, NOMINAL["torch"], problem.rows[0]) > 1e-3
-    parts = split(problem, "torch")
+    assert row_seconds(problem.spec, NOMINAL["cpu"], problem.rows[0]) > 1e-3
+    parts = split(problem, "cpu")
     assert len(parts) > 2
     assert sum(len(part.rows) * part.spec.kv_heads for part in parts) == 64
     one = forward_of({n: t[:1].expand(1, 8, -1, -1) for n, t in spec_only.items()})
-    assert len(split(one, "torch")) == 1
+    assert len(split(one, "cpu")) == 1

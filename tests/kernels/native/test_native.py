@@ -34,7 +34,7 @@ SIZES = Sizes(
 @settings(max_examples=60, deadline=None)
 def test_any_problem_agrees_with_float64(problem: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
     tensors, options = problem
-    check("torch", tensors, **options)
+    check("cpu", tensors, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -43,9 +43,9 @@ def test_each_instruction_set_is_exact(level: str, dtype: torch.dtype, group: in
     for q_len, dim in ((1, 64), (3, 80), (7, 160)):
         t = {n: x for n, x in qkv(2, 2 * group, q_len, 1700, dim, kv_heads=2, dtype=dtype).items() if n != "do"}
         check(
-            "torch", t | {"alibi_slopes": normal(2 * group).abs() / 64}, causal=True, window=(1200, -1), return_lse=True
+            "cpu", t | {"alibi_slopes": normal(2 * group).abs() / 64}, causal=True, window=(1200, -1), return_lse=True
         )
-        check("torch", t, scale=3.0, softcap=4.0, return_lse=True)
+        check("cpu", t, scale=3.0, softcap=4.0, return_lse=True)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, F8])
@@ -60,7 +60,7 @@ def test_8_bit_keys_are_read_as_they_are(level: str, kind: torch.dtype, scaled: 
     if page:
         t["kv_lengths"] = torch.tensor([700, 650])
         t = in_pages(t, "bhsd", page)
-    check("torch", t, return_lse=True)
+    check("cpu", t, return_lse=True)
 
 
 def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tensor:
@@ -120,9 +120,9 @@ def test_lanes_of_four_are_exact(lanes_of_four: native.Library, monkeypatch: pyt
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group in (1, 2, 5):
             t = {n: x for n, x in qkv(1, 2 * group, 3, 1100, 48, kv_heads=2, dtype=dtype).items() if n != "do"}
-            check("torch", t, causal=True, return_lse=True)
+            check("cpu", t, causal=True, return_lse=True)
             check(
-                "torch",
+                "cpu",
                 qkv(1, 2 * group, 66, 70, 40, kv_heads=2, dtype=dtype),
                 causal=True,
                 dropout_p=0.3,

@@ -92,14 +92,14 @@ def test_a_price_never_grows_when_lengths_are_known_and_no_shorter_sequence_cost
     assert exact.pairs == sum(pairs_of(spec, *pair) for pair in lengths)
     assert exact.pairs <= upper.pairs
     assert exact.keys == sum(k) <= upper.keys
-    assert seconds_of(spec, NOMINAL["torch"], exact) <= seconds_of(spec, NOMINAL["torch"], upper)
+    assert seconds_of(spec, NOMINAL["cpu"], exact) <= seconds_of(spec, NOMINAL["cpu"], upper)
     for q_len, kv_len in lengths:
         assert (
             pairs_of(spec, q_len, kv_len) <= pairs_of(spec, q_len + 1, kv_len) <= pairs_of(spec, q_len + 1, kv_len + 1)
         )
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
 def test_a_window_lowers_the_price_by_what_it_hides(backend: str) -> None:
     def seconds(**options: Any) -> float:
         spec = spec_of(4096, 4096, **options)
@@ -116,7 +116,7 @@ def test_one_query_costs_what_its_keys_take_to_read() -> None:
     """With one query and 67 MFLOP, more than 0.7 of the estimated time is for reading 134 MB of keys and values."""
     infos = {"q": TensorInfo("float32", (8, 8, 1, 64)), "k": TensorInfo("float32", (8, 8, 4096, 64))}
     spec = plan(infos | {"v": infos["k"]}, Options(), "forward")
-    rates = NOMINAL["torch"]
+    rates = NOMINAL["cpu"]
     read = 2 * 8 * 8 * 4096 * 64 * 4 * rates.byte
     seconds = seconds_of(spec, rates, extent_of(spec))
     assert seconds > read > 0.7 * seconds
@@ -124,7 +124,7 @@ def test_one_query_costs_what_its_keys_take_to_read() -> None:
 
 def test_a_type_has_the_price_of_its_own_kernel() -> None:
     """The estimate uses the rate of the data type if `rates.types` has one (bfloat16 with AMX), else `rates.flop`."""
-    rates = NOMINAL["torch"]._replace(types={"bfloat16": NOMINAL["torch"].flop / 4})
+    rates = NOMINAL["cpu"]._replace(types={"bfloat16": NOMINAL["cpu"].flop / 4})
     wide, wider = (
         {name: plan(dict.fromkeys("qkv", TensorInfo(name, (1, 2, 512, dim))), Options(), "forward") for name in TYPES}
         for dim in (64, 128)

@@ -39,7 +39,7 @@ def answers(backend: str, t: dict[str, torch.Tensor], **options: object) -> dict
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 9), (150, 333), (257, 65)])
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
 def test_bits_are_the_same_alone_and_among_others(
     backend: str, q_len: int, kv_len: int, causal: bool, dtype: torch.dtype
 ) -> None:
@@ -82,7 +82,7 @@ def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
         try:
-            results.append(answers("torch", t) | {f"tiled {n}": x for n, x in answers("tiled", t).items()})
+            results.append(answers("cpu", t) | {f"tiled {n}": x for n, x in answers("tiled", t).items()})
             assert torch.get_num_threads() == count
         finally:
             torch.set_num_threads(before)
@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
         assert all(torch.equal(other[name], x) for other in results[1:]), name
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "layout": "bshd"}])
 def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
     backend: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -224,14 +224,14 @@ def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
     padding = {"kv_lengths": torch.tensor([kv_len - (kv_len > 3 and b % 3 == 2) for b in range(batch)])}
     options: dict[str, object] = {**BANDS[band], "layout": layout}
     slopes = {"alibi_slopes": torch.rand(group * kv_heads)} if "alibi" in band else {}
-    actual = answers("torch", t | slopes | (padding if lengths else {}), **options)
+    actual = answers("cpu", t | slopes | (padding if lengths else {}), **options)
     for b in range(batch):
         sequence = {name: x[b : b + 1] for name, x in t.items()}
         given_own = slopes | ({name: x[b : b + 1] for name, x in padding.items()} if lengths else {})
         alone = Problem.create({n: sequence[n] for n in "qkv"} | given_own, Options(**options, return_lse=True))  # type: ignore[arg-type]
-        run_part(alone, "torch")
+        run_part(alone, "cpu")
         gradient = Problem.create(sequence | alone.outputs | given_own, Options(**options), "backward")  # type: ignore[arg-type]
-        run_part(gradient, "torch")
+        run_part(gradient, "cpu")
         for name, x in (alone.outputs | gradient.outputs).items():
             assert torch.equal(actual[name][b : b + 1], x), (b, name)
 

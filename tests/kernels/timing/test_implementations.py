@@ -9,7 +9,7 @@ from flashpoint_kernels.timing.case import TIMED, Case
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError
 from tests.support.kernels.solving import backward, forward, qkv
 
-ON_CPU = ("naive", "naive_explicit", "torch", "tiled", "sdpa_flash", "sdpa_math")
+ON_CPU = ("naive", "naive_explicit", "cpu", "tiled", "sdpa_flash", "sdpa_math")
 
 
 def answers(case: Case, t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

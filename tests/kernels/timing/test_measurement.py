@@ -110,7 +110,7 @@ def test_what_cannot_run_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatc
         (small("triton"), "CUDA"),
         (small("sdpa_cudnn"), "No viable backend"),
         (small("xformers"), "not installed"),
-        (small("torch", value_dim=8), "install a C compiler"),
+        (small("cpu", value_dim=8), "install a C compiler"),
         (small("naive", q_len=1 << 24), "GiB"),  # refused before anything is allocated
     ]:
         row, _ = finish(measure(case, timing=QUICK))
@@ -149,7 +149,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_naive_memory_grows_with_the_square_and_ours_with_the_length(two_threads: int) -> None:
-    """Memory of `naive` grows with the squared length, that of `tiled` and `torch` with the length.
+    """Memory of `naive` grows with the squared length, that of `tiled` and `cpu` with the length.
 
     It is measured in a new process, which has no other threads.
     """
@@ -163,16 +163,16 @@ def check_memory() -> None:
         return int(row["peak_bytes"])
 
     noise = 1 << 20  # pages of threads and of Python
-    # Per thread: one tile of scores of `tiled` (those of `torch` are smaller), and as much again for BLAS and rows.
+    # Per thread: one tile of scores of `tiled` (those of `cpu` are smaller), and as much again for BLAS and rows.
     tiles = torch.get_num_threads() * 2 * math.prod(tile_loop.FORWARD_TILE) * 4
     for length in (1024, 2048):
         matrix = 2 * length * length * 4
         assert abs(peak("naive", length) - 2 * matrix) < noise  # S and P
         assert peak("naive", length, "backward") > 3 * matrix - noise  # and dP, besides the matrices of the forward
-        for backend in ("tiled", "torch"):
+        for backend in ("tiled", "cpu"):
             linear = 2 * length * 16 * 4  # bytes of a tensor of q's size; five may exist twice: as given, and converted
             assert peak(backend, length) < 10 * linear + tiles + noise
-    assert 10 * linear + tiles + noise < matrix / 4  # the bound of `tiled` and `torch` at the last length
+    assert 10 * linear + tiles + noise < matrix / 4  # the bound of `tiled` and `cpu` at the last length
 
 
 def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_memory_below_what_the_algorithm_holds_is_measured_again_or_marked(
         assert next(answers, "none left") == "none left"
 
 
-@pytest.mark.parametrize("backend", ["naive", "torch", "tiled", "sdpa_flash"])
+@pytest.mark.parametrize("backend", ["naive", "cpu", "tiled", "sdpa_flash"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_least_memory_is_below_what_a_call_holds(backend: str, direction: Any) -> None:
     row, _ = finish(measure(small(backend, q_len=1024, q_heads=4, direction=direction), timing=QUICK))

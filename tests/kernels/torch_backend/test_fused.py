@@ -1,4 +1,4 @@
-"""The backend `torch` is right for bands, masks and gradients, and prepares the inputs of torch's CUDA operators."""
+"""The fused backend is right for bands, masks and gradients, and prepares the inputs of torch's CUDA operators."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_kernels.operators import plain
 from flashpoint_kernels.torch_backend import fused
 from flashpoint_kernels.torch_backend.fused import Call
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, FUSED
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 SCHEMAS = {
@@ -51,7 +51,7 @@ def test_the_diagonal_is_put_right(q_len: int, kv_len: int, alignment: str, mask
     t = qkv(2, 4, q_len, kv_len, 16, kv_heads=2)
     if masked:
         t["attn_mask"] = normal(2, 1, q_len, kv_len) > 1.0
-    report = verify(t, Options(backend="torch", causal=True, causal_alignment=alignment))
+    report = verify(t, Options(backend=FUSED, causal=True, causal_alignment=alignment))
     assert report.ok, report
 
 
@@ -91,7 +91,7 @@ def test_blocks_of_queries_see_what_their_window_and_alibi_say(
     t = qkv(2, 4, q_len, kv_len, 16, kv_heads=2)
     tensors = {"alibi_slopes": torch.tensor([[0.25, 0.1, 0.02, -0.01]] * 2), "sinks": normal(4)}
     tensors["attn_mask"] = normal(2, 1, 1, kv_len) > -1.0
-    report = verify(t | {name: tensors[name].to(DEVICE) for name in more}, Options(backend="torch", **band))
+    report = verify(t | {name: tensors[name].to(DEVICE) for name in more}, Options(backend=FUSED, **band))
     assert report.ok, "\n".join(str(e) for e in report.tensors if not e.ok)
 
 
@@ -102,11 +102,11 @@ def test_alibi_is_as_exact_at_16k_keys_as_the_tile_loop() -> None:
     t = {name: x for name, x in qkv(1, 2, 300, 16384, 16).items() if name != "do"}
     t["alibi_slopes"] = torch.tensor([0.5, 2.0**-8], device=DEVICE)
     errors = {}
-    for backend in ("torch", "tiled"):
+    for backend in (FUSED, "tiled"):
         report = verify(t, Options(backend=backend, causal=True))
         assert report.ok, report
         errors[backend] = max(e.max_rel for e in report.tensors)
-    assert errors["torch"] <= 2 * errors["tiled"], errors
+    assert errors[FUSED] <= 2 * errors["tiled"], errors
 
 
 def test_masks_of_any_float_and_shape() -> None:
@@ -114,16 +114,16 @@ def test_masks_of_any_float_and_shape() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in [(30,), (20, 1), (4, 1, 30), (2, 1, 20, 30), (1, 1, 1, 1)]:
             mask = normal(*shape, dtype=dtype)
-            assert verify(t | {"attn_mask": mask}, Options(backend="torch")).ok, (dtype, shape)
+            assert verify(t | {"attn_mask": mask}, Options(backend=FUSED)).ok, (dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_forward_that_backward_runs_has_the_bits_of_the_one_that_is_brought(dtype: torch.dtype) -> None:
     """The backward gives the same bits whether it computes o and lse or gets them, also for rows without keys."""
     t = qkv(2, 4, 9, 7, 16, kv_heads=2, dtype=dtype)
-    saved = forward("torch", t, causal=True)
+    saved = forward(FUSED, t, causal=True)
     assert saved["lse"].isinf().any()
-    brought, made = backward("torch", t | saved, causal=True), backward("torch", t, causal=True)
+    brought, made = backward(FUSED, t | saved, causal=True), backward(FUSED, t, causal=True)
     assert all(torch.equal(brought[name], made[name]) for name in ("dq", "dk", "dv"))
 
 
@@ -132,7 +132,7 @@ def test_backward_takes_the_lse_of_any_backend() -> None:
     t = qkv(1, 2, 9, 4, 8)
     saved = forward("tiled", t, causal=True)
     assert saved["lse"].isinf().any()
-    grads = backward("torch", t | saved, causal=True)
+    grads = backward(FUSED, t | saved, causal=True)
     expected = backward("reference", t, causal=True)
     for name, x in expected.items():
         torch.testing.assert_close(grads[name], x, rtol=2e-6, atol=2e-6)
@@ -143,7 +143,7 @@ def test_without_the_library_torch_is_refused_with_what_to_install(monkeypatch: 
     plain._route.cache_clear()
     t = {name: x.cpu() for name, x in qkv(1, 2, 5, 5, 8).items() if name != "do"}
     with pytest.raises(ProblemError, match="install a C compiler"):
-        attention(**t, backend="torch")
+        attention(**t, backend=FUSED)
     assert choose_backend(Problem.create(t, Options()).spec, available_backends("cpu")) == "tiled"
     assert torch.isfinite(attention(**t)).all()
     plain._route.cache_clear()
@@ -249,7 +249,7 @@ def test_cuda_operators(dtype: torch.dtype, dim: int, mask: str | None, causal: 
     if mask:
         bias = normal(2, 1, q_len, kv_len, dtype=torch.float32 if mask == "float32" else dtype).cuda()
         t["attn_mask"] = bias > 0 if mask == "bool" else bias.mT.contiguous().mT if mask == "transposed" else bias
-    report = verify(t, Options(backend="torch", causal=causal))
+    report = verify(t, Options(backend=FUSED, causal=causal))
     assert report.ok, "\n".join(str(e) for e in report.tensors if not e.ok)
-    first, second = (backward("torch", t, causal=causal) for _ in range(2))
+    first, second = (backward(FUSED, t, causal=causal) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -41,7 +41,7 @@ def test_one_log_line_a_request(server):
     logged, refused = (f"{name}-{os.urandom(4).hex()}" for name in ("logged", "refused"))
     post(server, "/attention", GOOD, x_request_id=logged)
     line = server.wait_for_request(logged)
-    assert (line["event"], line["route"], line["status"], line["backend"]) == ("request", "/attention", 200, "torch")
+    assert (line["event"], line["route"], line["status"], line["backend"]) == ("request", "/attention", 200, "cpu")
     assert line["shapes"] == {"q": [2, 3], "k": [2, 3], "v": [2, 3]}
     assert line["bytes_in"] == len(GOOD)
     assert line["bytes_out"] > 24

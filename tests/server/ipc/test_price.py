@@ -13,7 +13,7 @@ from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of, verification_price
 
 RATES = {
-    "torch": Rates(call=1.0, sequence=0.01, flop=1e-6, score=0.0, options={"bool_mask": 0.1}),
+    "cpu": Rates(call=1.0, sequence=0.01, flop=1e-6, score=0.0, options={"bool_mask": 0.1}),
     "tiled": Rates(call=2.0, sequence=0.02, flop=1e-6, score=1e-3, options={"dropout": 1.0}),
     "reference": Rates(call=3.0, sequence=0.03, flop=1e-6, score=0.0, options={}),
 }
@@ -36,17 +36,17 @@ def test_each_backend_has_its_rates(name):
 def test_a_sequence_and_an_option_have_a_price_of_their_own():
     few, many = spec_of((1, 8192, 1, 1)), spec_of((8192, 1, 1, 1))
     assert few.flops == many.flops
-    assert price_of(many, "torch", DEVICE).seconds > 50 * price_of(few, "torch", DEVICE).seconds
+    assert price_of(many, "cpu", DEVICE).seconds > 50 * price_of(few, "cpu", DEVICE).seconds
     plain, dropped = spec_of((1, 1, 8, 8)), spec_of((1, 1, 8, 8), Options(dropout_p=0.5))
     assert price_of(dropped, "tiled", DEVICE).seconds - price_of(plain, "tiled", DEVICE).seconds == pytest.approx(64)
     masked = spec_of((1, 1, 8, 8), attn_mask=("bool", (8, 8)))
-    assert price_of(masked, "torch", DEVICE).seconds - price_of(plain, "torch", DEVICE).seconds == pytest.approx(6.4)
+    assert price_of(masked, "cpu", DEVICE).seconds - price_of(plain, "cpu", DEVICE).seconds == pytest.approx(6.4)
 
 
 def test_lengths_lower_the_price_and_it_is_counted_again():
     spec = spec_of((3, 1, 10, 4), q_lengths=("int64", (3,)), kv_lengths=("int64", (3,)))
     index = {"q_lengths": np.array([10, 1, 0]), "kv_lengths": np.array([10, 1, 5])}
-    upper, exact = price_of(spec, "torch", DEVICE), price_of(spec, "torch", DEVICE, index)
+    upper, exact = price_of(spec, "cpu", DEVICE), price_of(spec, "cpu", DEVICE, index)
     assert (upper.flops, exact.flops) == (300 * 16, 101 * 16)
     assert exact.seconds < upper.seconds
     admission = Admission(Settings())
@@ -60,7 +60,7 @@ def test_lengths_lower_the_price_and_it_is_counted_again():
 
 def test_a_price_fits_a_message():
     huge = spec_of((1 << 20, 1 << 20, 1 << 20, 1 << 20))
-    assert price_of(huge, "torch", DEVICE).flops == MOST_FLOPS
+    assert price_of(huge, "cpu", DEVICE).flops == MOST_FLOPS
     assert verification_price(huge, DEVICE).flops == MOST_FLOPS
 
 
@@ -70,4 +70,4 @@ def test_a_verification_costs_three_references():
 
 
 def test_each_backend_has_the_constants_that_cut_a_request_into_parts():
-    assert set(NOMINAL) == {"torch", "tiled", "reference", "triton"}
+    assert set(NOMINAL) == {"cpu", "torch", "tiled", "reference", "triton"}

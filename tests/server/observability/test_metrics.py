@@ -113,7 +113,7 @@ def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
     (codec,) = server.children("formats.codec_process")
     nothing_inside(server)
     before, name = client_gone(server), f"vanishes-{os.urandom(4).hex()}"
-    computed = 'flashpoint_compute_flops_total{backend="torch"}'
+    computed = 'flashpoint_compute_flops_total{backend="cpu"}'
     flops = read_metrics(server)[computed]
     os.kill(codec, signal.SIGSTOP)
     try:

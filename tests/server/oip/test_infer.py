@@ -180,5 +180,5 @@ def test_each_request_has_its_log_line(locked):
     line = locked.wait_for_request("one-of-v2")
     assert line["route"] == PATH
     assert line["status"] == 200
-    assert line["backend"] == "torch"
+    assert line["backend"] == "cpu"
     assert line["shapes"] == {name: [1, 2, 24, 16] for name in "qkv"}

@@ -32,11 +32,11 @@ def test_a_server_lives_before_it_is_ready_and_may_be_stopped_then(start_server,
 def test_info_says_what_it_is(server):
     status, info = server.get("/info")
     assert status == 200
-    assert info["backends"] == ["torch", "tiled", "reference"]
+    assert info["backends"] == ["cpu", "tiled", "reference"]
     assert info["device"]["name"] == "cpu"
     assert info["versions"]["torch"] == torch.__version__
-    assert "softcap" in info["options"]["torch"]  # the C kernels of backend torch support it
-    assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["torch"])
+    assert "softcap" in info["options"]["cpu"]  # the C kernels of backend cpu support it
+    assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["cpu"])
     assert info["limits"]["body_bytes"] == 1 << 30
     nothing_inside(server)  # this helper reads `load` of /info
 

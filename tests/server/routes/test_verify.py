@@ -16,9 +16,9 @@ from tests.support.sockets import send
 SHAPE = {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16}
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 def test_a_drawn_problem_is_judged(client, backend):
-    sharp = {"extras": ["sinks"], "dtype": "bfloat16"} if backend != "torch" else {}
+    sharp = {"extras": ["sinks"], "dtype": "bfloat16"} if backend != "cpu" else {}
     report = client.verify(shape=SHAPE, causal=True, backend=backend, seed=3, **sharp)
     assert report.ok, report
     assert (report.backend, report.seed) == (backend, 3)
@@ -48,7 +48,7 @@ def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
         assert answer.headers["cache-control"] == "no-store"
         kinds = re.findall(rb"^event: (\w+)$", answer.body, re.MULTILINE)
         assert (set(kinds[:-1]), kinds[-1]) == ({b"progress"}, b"report")
-    refused = json.dumps({"shape": SHAPE, "backend": "torch", "dtype": "float64"}).encode()
+    refused = json.dumps({"shape": SHAPE, "backend": "cpu", "dtype": "float64"}).encode()
     problem(post(server, "/verify", refused, JSON, accept="text/event-stream"), 422, "invalid_request")
 
 

@@ -44,7 +44,7 @@ def guarded(t: Tensor, at_end: bool) -> Tensor:
 def solve(tensors: dict[str, Tensor], options: Options, direction: Any, at_end: bool) -> dict[str, Tensor]:
     problem = Problem.create({name: guarded(t, at_end) for name, t in tensors.items()}, options, direction)
     outputs = {name: guarded(t, at_end) for name, t in problem.outputs.items()}
-    run([replace(problem, outputs=outputs)], "torch")
+    run([replace(problem, outputs=outputs)], "cpu")
     return outputs
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     native.library = lambda: library
     calls = 0
     for (tensors, options, has_gradient), at_end in product(problems(), (True, False)):
-        requested = Options(**options, return_lse=True, backend="torch")
+        requested = Options(**options, return_lse=True, backend="cpu")
         actual = solve(tensors, requested, "forward", at_end)
         if has_gradient:
             solve(tensors | actual | {"do": torch.ones_like(actual["o"])}, requested, "backward", at_end)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashpoint_kernels
+from tests.conftest import FUSED
 
 
 def _ours(backend: str) -> Callable[..., Any]:
@@ -41,7 +42,7 @@ def _sdpa(backend: SDPBackend) -> Callable[..., Any]:
     return attention
 
 
-OURS = {name: _ours(name) for name in ("triton", "torch", "tiled", "reference")}
+OURS = {name: _ours(name) for name in ("triton", FUSED, "tiled", "reference")}
 SDPA = {
     "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION),
     "sdpa_efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),

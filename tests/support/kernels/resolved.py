@@ -86,8 +86,8 @@ def available_backends(device: str) -> tuple[str, ...]:
     return ("triton", "torch", "tiled", "reference")
 
 
-def module(backend: str, device: str) -> Any:
-    return SimpleNamespace(forward=forward, backward=backward) if backend == "triton" else _module(backend, device)
+def module(backend: str) -> Any:
+    return SimpleNamespace(forward=forward, backward=backward) if backend == "triton" else _module(backend)
 
 
 replaced: dict[Any, dict[str, Any]] = {

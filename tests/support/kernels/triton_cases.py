@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, verify
-from tests.conftest import DEVICE, INTERPRETING
+from tests.conftest import DEVICE, FUSED, INTERPRETING
 from tests.support.covering import covering
 
 # The factors of a case and their levels. A covering array has every pair of levels in some case.
@@ -130,7 +130,7 @@ def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **mo
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
-BACKENDS = ["torch", "tiled", "reference", "triton"]
+BACKENDS = [FUSED, "tiled", "reference", "triton"]
 # For tests that run with each backend. Triton's interpreter is slow, so `make test` runs them without Triton.
 EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()

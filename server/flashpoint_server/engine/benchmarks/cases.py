@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashpoint_contract.options import ProblemError
+from flashpoint_contract.options import BackendRenamedError, ProblemError
 from flashpoint_contract.schemas.benchmark import BenchmarkRequest
 from flashpoint_kernels.timing import Case, grid, preset
 from flashpoint_kernels.timing.case import OWN
@@ -16,11 +16,14 @@ from flashpoint_kernels.timing.case import OWN
 def cases_of(request: BenchmarkRequest, device: str, *, own_kernel: bool = False) -> list[Case]:
     """Return the cases of a request on `device`. With `own_kernel`, the caller's function also runs on each problem.
 
-    Raises ProblemError if the request is not valid, or names the caller's function (`OWN`) as a backend.
+    Raises ProblemError if the request is not valid, names the caller's function (`OWN`) as a backend, or `torch` on a
+    CPU.
     """
     if OWN in request.backends:
         reason = "is a function of your own: flashpoint benchmark --kernel MODULE:FUNCTION times it"
         raise ProblemError([("backend", f"{OWN!r} {reason}")])
+    if "torch" in request.backends and device == "cpu":
+        raise BackendRenamedError("backends")
     cases = _named(request, device)
     problems = {case.problem: case for case in cases}.values() if own_kernel else ()
     return [*(replace(case, backend=OWN) for case in problems), *cases]

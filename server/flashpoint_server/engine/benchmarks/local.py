@@ -36,7 +36,7 @@ from flashpoint_contract.schemas.shapes import Shape
 from flashpoint_contract.schemas.verify import VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract.tensors import ALL_ANSWERS
 from flashpoint_kernels import available_backends, native
-from flashpoint_kernels.dispatching.support import features
+from flashpoint_kernels.dispatching.support import SUPPORT
 from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_kernels.timing import Timing, describe, run_grid
 from flashpoint_kernels.timing.own_kernel import Kernel
@@ -177,7 +177,7 @@ def info() -> dict[str, Any]:
         "backends": list(backends),
         "kernels": kernels,
         "missing": [reason for reason in (backends.no_triton, no_kernels, no_gpu()) if reason],
-        "options": {backend: sorted(features(backend, name)) for backend in backends},
+        "options": {backend: sorted(SUPPORT[backend]) for backend in backends},
     }
 
 

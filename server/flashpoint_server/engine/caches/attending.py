@@ -1,6 +1,6 @@
 """Prepare attention over caches: write the new tokens, and make a `Problem` from all tokens of the caches.
 
-On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
+On the CPU the `cpu` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
 in place through a block table (pages.py). In other cases keys are copied into pages: on the CPU, for the other backends
 and for calls that the kernels in C do not support; on a GPU, for calls with masks, dropout or top-left causal alignment
 over caches that have dropped tokens.
@@ -22,16 +22,16 @@ from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
+from flashpoint_kernels.cpu_backend.forward import address, readable_mask, rows_of, steps
 from flashpoint_kernels.native.forward import Dropped, Forward
 from flashpoint_kernels.native.rows import NOWHERE, ByteSteps, QuerySteps
 from flashpoint_kernels.problems.problem import drawn_seed
-from flashpoint_kernels.torch_backend.forward import address, readable_mask, rows_of, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.bodies import CacheRef
-from flashpoint_server.refusal import invalid
+from flashpoint_server.refusal import invalid, of_problem
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})
 _MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns are positions in a cache, from 0
@@ -59,7 +59,7 @@ class CallTensors:
         try:
             return cls(spec, tensors, outputs, spec.rows(index))
         except ProblemError as error:
-            raise invalid(error.errors) from None
+            raise of_problem(error) from None
 
     @cached_property
     def new(self) -> list[tuple[Tensor, Tensor]] | None:
@@ -217,7 +217,7 @@ class CachedCall(NamedTuple):
         try:
             return Problem.create(given, options, outputs=outputs, trusted=True, fixed_pages=True)
         except ProblemError as error:
-            raise invalid(error.errors) from None
+            raise of_problem(error) from None
 
     def _mask(self, name: str) -> Tensor | None:
         """Return a mask of shape (B, Hq, rows, columns) that the kernels in C can read; None if the call has none."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
-from flashpoint_kernels.native import supports
+from flashpoint_kernels.cpu_backend import supports
 from flashpoint_kernels.native.forward import Forward
 from flashpoint_kernels.problems.cost import NOMINAL, row_seconds
 from flashpoint_kernels.problems.reproducible import PART_SECONDS, split
@@ -67,7 +67,7 @@ def attend(
     and `shares` must be true for each. Raises Refusal 422.
     """
     spec = calls[0][0].of.spec
-    if backend != "torch" or not supports(spec):
+    if backend != "cpu" or not supports(spec):
         ((call, caches),) = calls
         parts = split(call.problem(caches), backend)
         rows = [row for part in parts if not part.first_head for row in part.rows]
@@ -94,7 +94,7 @@ def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: in
         return [CachedPart(forward, 0, forward.units, rows, seed)]
     total, seconds = forward.nbytes, 0.0
     if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise reading keys takes most of the time
-        seconds = sum(row_seconds(spec, NOMINAL["torch"], row) for row in rows)
+        seconds = sum(row_seconds(spec, NOMINAL["cpu"], row) for row in rows)
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)
     count = min(wanted, forward.units)
     cuts = forward.cuts(count) if count > 1 else [(0, forward.units)]

@@ -40,7 +40,7 @@ from flashpoint_server.engine.state.memory import bytes_in, tensor_in
 from flashpoint_server.engine.state.saved import SavedForward, SavedStore
 from flashpoint_server.ipc.bodies import PlacedTensor, Save
 from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.refusal import invalid
+from flashpoint_server.refusal import of_problem
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -211,7 +211,7 @@ class TorchDevice:
             check_scales({t.name: tensor_in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
             return job.spec.rows(index)
         except ProblemError as error:
-            raise invalid(error.errors) from None
+            raise of_problem(error) from None
 
     def parts(self, job: EngineRequest) -> list[Problem]:
         """Cut a job into parts that compute in its shared memory. Raises Refusal 422."""
@@ -232,12 +232,12 @@ class TorchDevice:
         """Return a key for a call over caches. Calls with equal keys begin with the same chunk of a cache.
 
         If they are computed together, this chunk is read only once. Return None if the call must not be computed with
-        others: on a GPU, on another backend than `torch`, if no other cache shares its first chunk, or if its options
+        others: on a GPU, on another backend than `cpu`, if no other cache shares its first chunk, or if its options
         do not allow it.
         """
         cache_ref, spec = job.attention.cache_ref, job.spec
         assert cache_ref is not None
-        if not self.is_cpu or job.attention.backend != "torch":
+        if not self.is_cpu or job.attention.backend != "cpu":
             return None
         chunk = self.caches.shared_chunk(cache_ref.owner, cache_ref.caches, cache_ref.layer)
         if chunk is None or not shares(spec):
@@ -384,7 +384,7 @@ class TorchDevice:
         try:
             return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
         except ProblemError as error:
-            raise invalid(error.errors) from None
+            raise of_problem(error) from None
 
     def _stream(self) -> torch.cuda.Stream:
         """Return the CUDA stream of this lane (thread)."""
@@ -409,7 +409,7 @@ class TorchDevice:
                 options = Options(**AttentionOptions.model_validate_json(request_json).model_dump())
                 return local.judge_given(given, options, self.info.name, progress).model_dump_json().encode()
             except ProblemError as error:
-                raise invalid(error.errors) from None
+                raise of_problem(error) from None
 
     def empty_cache(self) -> None:
         """Free memory that no tensor uses any more, before a retry."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from flashpoint_contract.options import BackendRenamedError
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS, TYPES, Refusal, invalid
 
 _NOT_TEXT = "a body of type text/plain is not supported; send "
@@ -36,6 +37,7 @@ DETAILS = {
     "host_not_allowed": "the server does not accept the host 'example.org': use a loopback name, for example "
     "localhost, or start the server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
     "cache_elsewhere": "replica 'b' holds the cache: send X-Flashpoint-Replica: b",
+    "backend_renamed": BackendRenamedError().args[0],
     "invalid_request": "casual: unknown option or tensor; did you mean causal?",
     "queue_full": "the queue is full: it has 256 requests, its limit",
     "key_limit": "the API key may have 4 requests at the same time",

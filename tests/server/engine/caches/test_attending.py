@@ -72,7 +72,7 @@ class Forks:
 
     def answers(self, calls: list[CachedCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[CachedPart]]:
         """Compute calls in one batch; return ({"o": …, "lse": …} of each call, the parts of the batch)."""
-        _, parts = attend([(call, call.write(self.store)) for call in calls], "torch", cores)
+        _, parts = attend([(call, call.write(self.store)) for call in calls], "cpu", cores)
         cached = [part for part in parts if isinstance(part, CachedPart)]
         for part in cached:
             part.compute()

@@ -55,7 +55,7 @@ class Caches:
         self.dtype = dtype
 
     def attend(
-        self, which: list[int], tensors: dict[str, Tensor], cores: int = 1, backend: str = "torch", **options: Any
+        self, which: list[int], tensors: dict[str, Tensor], cores: int = 1, backend: str = "cpu", **options: Any
     ) -> tuple[Tensor, Tensor, list[Problem | CachedPart]]:
         infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
         layer = LayerShape(HK, self.shape.head_dim[0], self.shape.value_dim[0], self.dtype)

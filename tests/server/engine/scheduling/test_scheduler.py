@@ -101,7 +101,7 @@ class Bench:
     def wake(self):
         self.woken += 1
 
-    def admit(self, sequences=1, *, backend="torch", seconds=SHORT, deadline=None, rank=0.0):
+    def admit(self, sequences=1, *, backend="cpu", seconds=SHORT, deadline=None, rank=0.0):
         number = next(NUMBERS)
         shape = (sequences, 1, 4, 8)
         inputs = [PlacedTensor(name, "float32", shape, 0, 64) for name in "qkv"]
@@ -307,7 +307,7 @@ class Calls(Bench):
         number = next(NUMBERS)
         q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), 0, 64) for name in "qo")
         caches = CacheRef("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
-        body = AttentionCall("forward", OPTIONS, "torch", caches)
+        body = AttentionCall("forward", OPTIONS, "cpu", caches)
         submit = Submit(number, f"r{number}", body, 0, [q], [o], 0, 1, seconds, seconds, deadline)
         self.scheduler.admit(submit, self.peers[peer])
         return number

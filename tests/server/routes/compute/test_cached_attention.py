@@ -295,7 +295,7 @@ def test_a_repeated_write_has_the_seed_of_the_first(cache_server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_memory_that_had_another_owner_tells_nothing(cache_server, backend, masked):
     """A new cache in the memory of a deleted one never shows the deleted numbers.

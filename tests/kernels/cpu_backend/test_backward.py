@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, attention, attention_backward
+from flashpoint_kernels.cpu_backend.backward import differentiate
 from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.native import backward as parts
-from flashpoint_kernels.torch_backend.backward import differentiate
 from tests.support.covering import cover
 from tests.support.kernels.solving import backward, check, forward, normal, qkv
 
@@ -22,8 +22,8 @@ def test_the_gradient_of_a_shared_mask_has_the_same_bits_on_any_number_of_thread
     monkeypatch.setattr(parts, "_ROWS", 128)
     monkeypatch.setattr(parts, "_LEAST_FLOPS", 1)
     t = qkv(2, 4, 500, 300, 16, kv_heads=2) | {"attn_mask": normal(*shape)}
-    check("torch", t, grads=[*GRADS, "dattn_mask"], causal=True)
-    t |= forward("torch", t, causal=True)
+    check("cpu", t, grads=[*GRADS, "dattn_mask"], causal=True)
+    t |= forward("cpu", t, causal=True)
     results = []
     for threads in (1, 2, 3, 5, 16):
         problem = Problem.create(t, Options(causal=True, grads=[*GRADS, "dattn_mask"]), "backward")
@@ -33,7 +33,7 @@ def test_the_gradient_of_a_shared_mask_has_the_same_bits_on_any_number_of_thread
         assert all(torch.equal(other[name], results[0][name]) for name in other)
     if shape[0] != 2:  # sequences share the mask
         separate = [
-            backward("torch", {n: x if n == "attn_mask" else x[b : b + 1] for n, x in t.items()}, causal=True,
+            backward("cpu", {n: x if n == "attn_mask" else x[b : b + 1] for n, x in t.items()}, causal=True,
                      grads=["dattn_mask"])["dattn_mask"]
             for b in range(2)
         ]  # fmt: skip
@@ -52,8 +52,8 @@ def test_parts_of_a_sequence_agree_with_float64_and_have_the_same_bits_on_any_nu
     if "dropout_p" in options:
         options = options | {"dropout_seed": 11}
     t = qkv(2, 2, 900, 700, 32, kv_heads=kv_heads) | {"sinks": normal(2)}
-    check("torch", t, **options, grads=[*GRADS, "dsinks"])
-    t |= forward("torch", t, **options)
+    check("cpu", t, **options, grads=[*GRADS, "dsinks"])
+    t |= forward("cpu", t, **options)
     results = []
     for threads in (1, 2, 3, 5, 16):
         problem = Problem.create(t, Options(**options, grads=[*GRADS, "dsinks"]), "backward")
@@ -67,39 +67,39 @@ def test_bits_are_those_of_a_sequence_alone_however_it_is_cut() -> None:
     t = qkv(3, 4, 150, 190, 40, kv_heads=2) | {"attn_mask": normal(3, 4, 150, 190)}
     options: dict[str, Any] = {"causal": True, "dropout_p": 0.25, "dropout_seed": 5, "grads": [*GRADS, "dattn_mask"]}
     t |= {"q_lengths": torch.tensor([150, 7, 90]), "kv_lengths": torch.tensor([190, 190, 33])}
-    t |= forward("torch", t, **{name: value for name, value in options.items() if name != "grads"})
-    whole = backward("torch", t, **options)
+    t |= forward("cpu", t, **{name: value for name, value in options.items() if name != "grads"})
+    whole = backward("cpu", t, **options)
     problem = Problem.create(t, Options(**options), "backward")
     for b in range(3):
         for head in range(2):
             part = problem.of_rows(b, b + 1).heads(head, head + 1)
-            run_part(part, "torch")
+            run_part(part, "cpu")
     assert all(torch.equal(problem.outputs[name], whole[name]) for name in whole)
 
 
 def test_strided_and_packed_tensors_have_the_same_bits() -> None:
     t = qkv(2, 4, 90, 90, 32, kv_heads=2)
-    t |= forward("torch", t, causal=True)
-    expected = backward("torch", t, causal=True)
+    t |= forward("cpu", t, causal=True)
+    expected = backward("cpu", t, causal=True)
     transposed = {n: x if n == "lse" else x.transpose(1, 2) for n, x in t.items()}
-    strided = backward("torch", {n: x if n == "lse" else x.contiguous() for n, x in transposed.items()}, causal=True,
+    strided = backward("cpu", {n: x if n == "lse" else x.contiguous() for n, x in transposed.items()}, causal=True,
                        layout="bshd")  # fmt: skip
     packed = {n: x.transpose(0, 1).reshape(4, -1) if n == "lse" else x.flatten(0, 1) for n, x in transposed.items()}
     edges = {f"cu_seqlens_{name}": torch.tensor([0, 90, 180]) for name in "qk"}
-    ragged = backward("torch", packed | edges, causal=True, layout="thd")
+    ragged = backward("cpu", packed | edges, causal=True, layout="thd")
     columns = {n: x if n == "lse" else x.mT.contiguous().mT for n, x in t.items()}  # elements of a row are not adjacent
     for name, grad in expected.items():
         assert torch.equal(strided[name].transpose(1, 2), grad)
         assert torch.equal(ragged[name].view(2, 90, *grad.shape[1::2]).transpose(1, 2), grad)
-        assert torch.equal(backward("torch", columns, causal=True)[name], grad)
+        assert torch.equal(backward("cpu", columns, causal=True)[name], grad)
 
 
 def test_only_what_is_asked_for_is_computed() -> None:
     t = qkv(1, 2, 70, 90, 16) | {"attn_mask": normal(1, 2, 70, 90)}
-    t |= forward("torch", t)
-    every = backward("torch", t, grads=[*GRADS, "dattn_mask"])
+    t |= forward("cpu", t)
+    every = backward("cpu", t, grads=[*GRADS, "dattn_mask"])
     for name, grad in every.items():
-        (alone,) = attention_backward(**t, grads=[name], backend="torch")
+        (alone,) = attention_backward(**t, grads=[name], backend="cpu")
         assert torch.equal(alone, grad)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashpoint_kernels import Options, Problem, attention, native, run, verify
+from flashpoint_kernels.cpu_backend import forward as native_forward
 from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.native.forward import CHUNK
-from flashpoint_kernels.torch_backend import forward as native_forward
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import forward, forward_of, normal, qkv
 
@@ -41,19 +41,19 @@ def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: 
     if layout != "bhsd":
         t = {n: x.transpose(1, 2).contiguous() if n in "qkv" else x for n, x in t.items()}
     dense_layout = "bshd" if layout == "thd" else layout
-    expected = forward("torch", t, layout=dense_layout)
+    expected = forward("cpu", t, layout=dense_layout)
     for strided in (False, True):
         paged = in_pages(t, dense_layout, size, strided=strided)
         given = dict(paged)
         if layout == "thd":
             given |= {"q": paged["q"].flatten(0, 1), "cu_seqlens_q": torch.tensor([0, 1, 2])}
-        actual = forward("torch", given, layout=layout)
+        actual = forward("cpu", given, layout=layout)
         assert torch.equal(actual["o"].view(expected["o"].shape), expected["o"])
         # The same pages, consecutive for each sequence.
         table = paged["block_table"]
         k, v = (paged[n][table.long().clamp(0, len(paged["k"]) - 1).flatten()] for n in "kv")
         row = torch.arange(table.numel(), dtype=torch.int32).view(table.shape)
-        actual = forward("torch", given | {"k": k, "v": v, "block_table": row}, layout=layout)
+        actual = forward("cpu", given | {"k": k, "v": v, "block_table": row}, layout=layout)
         assert torch.equal(actual["o"].view(expected["o"].shape), expected["o"])
 
 
@@ -81,8 +81,8 @@ def test_scores_of_minus_infinity_and_nan_in_pages(dtype: torch.dtype) -> None:
     t["q"][..., 0] = 1.0
     t["k"][0, 0, :CHUNK, 0] = -torch.inf
     t["k"][0, 1, CHUNK + 3, 0] = torch.nan
-    expected = forward("torch", t)
-    actual = forward("torch", in_pages(t, "bhsd", 16))
+    expected = forward("cpu", t)
+    actual = forward("cpu", in_pages(t, "bhsd", 16))
     for name in ("o", "lse"):
         assert torch.equal(actual[name].nan_to_num(7.0), expected[name].nan_to_num(7.0)), name
     assert actual["o"][0, 0].isfinite().all()
@@ -103,17 +103,17 @@ def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, mon
             results.append(problem.outputs)
         for other, name in itertools.product(results[1:], ("o", "lse")):
             assert torch.equal(other[name], results[0][name]), (name, heads)
-        verified = verify(t, Options(backend="torch", **options))
+        verified = verify(t, Options(backend="cpu", **options))
         assert verified.ok, [e for e in verified.tensors if not e.ok]
 
 
 def test_sequences_of_few_and_of_many_queries_in_one_problem() -> None:
     t = {n: x for n, x in qkv(3, 2, 40, 1100, 16).items() if n != "do"}
     t |= {"q_lengths": torch.tensor([40, 1, 1]), "kv_lengths": torch.tensor([40, 1100, 1024])}
-    report = verify(t, Options(backend="torch", causal=True))
+    report = verify(t, Options(backend="cpu", causal=True))
     assert report.ok
     problem = forward_of(t, causal=True)
-    run([problem], "torch")
+    run([problem], "cpu")
     for b, (q_len, kv_len) in enumerate(((40, 40), (1, 1100), (1, 1024))):
         alone = {n: t[n][b : b + 1, :, : q_len if n == "q" else kv_len] for n in "qkv"}
         assert torch.equal(attention(**alone, causal=True), problem.outputs["o"][b : b + 1, :, :q_len])
@@ -171,7 +171,7 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
     def answers() -> dict[str, Tensor]:
         problem = forward_of(t, layout=layout, **options)
         problem.threads = threads
-        run_part(problem, "torch")
+        run_part(problem, "cpu")
         if pages:
             return problem.outputs
         grads = [
@@ -184,7 +184,7 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
         given = Options(layout=layout, grads=tuple(grads), **options)
         gradient = Problem.create(t | problem.outputs | {"dlse": problem.outputs["lse"]}, given, "backward")
         gradient.threads = threads
-        run_part(gradient, "torch")
+        run_part(gradient, "cpu")
         return problem.outputs | gradient.outputs
 
     combined = answers()

@@ -1,13 +1,13 @@
-"""The kernels in C as a backend: on the CPU, for problems whose features are all in native.SUPPORT."""
+"""The kernels in C as a backend: on the CPU, for problems whose features are all in SUPPORT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from flashpoint_kernels.cpu_backend.backward import prepared as prepared_gradient
+from flashpoint_kernels.cpu_backend.forward import prepared, repeats
 from flashpoint_kernels.problems.problem import Problem, forward_of
-from flashpoint_kernels.torch_backend.backward import prepared as prepared_gradient
-from flashpoint_kernels.torch_backend.forward import prepared, repeats
 
 KEPT_BYTES = 1 << 19  # maximum bytes of o and lse that `Problem.calls` of a gradient keeps in memory
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
+from flashpoint_kernels.cpu_backend.forward import in_rows, mask_of, numbers_of, repeats
 from flashpoint_kernels.native.backward import Backward, Sequence, Step
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Dropped
 from flashpoint_kernels.problems.problem import Problem
-from flashpoint_kernels.torch_backend.forward import in_rows, mask_of, numbers_of, repeats
 
 _IN_ROWS = ("q", "k", "v", "o", "do")
 
