@@ -49,15 +49,15 @@ def address(settings: Settings) -> str:
     where = socket.getaddrinfo(
         settings.host or None, settings.grpc_port, _family(settings.host), socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    host, port = str(where[0][4][0]), where[0][4][1]
+    host, port = map(str, where[0][4][:2])
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _reserved(host: str, port: int) -> socket.socket:
     owner = socket.socket(_family(host))
     try:
-        # Connections of an ended server in TIME_WAIT do not hinder the bind. Of two that bind at the same time, the
-        # second fails to listen.
+        # Connections of an ended server in TIME_WAIT do not hinder the bind. If two bind at the same time, the second
+        # fails to listen.
         owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         owner.bind((host, port))
         owner.listen(1)
