@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from flashpoint_contract.options import ProblemError
-from flashpoint_kernels.operators.torch_rules import autocast, refuse_batched_gradients, refuse_transforms
+from flashpoint_kernels.operators.torch_rules import autocast, overridable, refuse_batched_gradients, refuse_transforms
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # slow: imports torch._dynamo
@@ -52,6 +52,7 @@ def flex_attention(
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
 
+@overridable
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -14,7 +14,7 @@ from flashpoint_contract.options import Options, ProblemError, is_integer, numbe
 from flashpoint_contract.tensors import INDEX_TENSORS, TENSORS
 from flashpoint_contract.wording.docstrings import documented
 from flashpoint_kernels.operators import ops, plain
-from flashpoint_kernels.operators.torch_rules import autocast
+from flashpoint_kernels.operators.torch_rules import autocast, overridable
 
 # all options except `window`, in the order in which `attention` passes them
 _OTHERS = (
@@ -73,6 +73,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@overridable
 @documented
 def attention(
     q: Tensor,
@@ -157,6 +158,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+@overridable
 @documented
 def attention_backward(
     do: Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flashpoint_contract.options import ProblemError
 
@@ -34,6 +35,9 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "b
     Raises:
         ProblemError: a ValueError whose `errors` name what does not fit.
     """
+    if has_torch_function((*outputs, *lses)):
+        answer: tuple[Tensor, Tensor] = handle_torch_function(merge, (*outputs, *lses), outputs, lses, layout=layout)
+        return answer
     turned = _turned(outputs, lses, layout)
     largest = torch.stack([lse.detach().float() for lse in lses]).amax(0)
     largest = torch.where(largest.isneginf(), 0.0, largest)  # gradients through the maximum cancel

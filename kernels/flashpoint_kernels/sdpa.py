@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.functional import attention
-from flashpoint_kernels.operators.torch_rules import raises_as
+from flashpoint_kernels.operators.torch_rules import is_causal_bias, overridable, raises_as
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
@@ -21,6 +21,7 @@ class SdpaError(ProblemError, RuntimeError):
     """An argument is not valid. Also a RuntimeError, because torch raises RuntimeError for most such arguments."""
 
 
+@overridable
 @raises_as(SdpaError, {"q": "query", "k": "key", "v": "value", "causal": "is_causal"})
 def scaled_dot_product_attention(
     query: Tensor,
@@ -65,7 +66,7 @@ def scaled_dot_product_attention(
         if t.is_nested:
             raise ProblemError([(name, "is a NestedTensor: use flashpoint_kernels.attention with layout='thd'")])
     alignment = "top_left"
-    if _is_causal_bias(attn_mask):
+    if is_causal_bias(attn_mask):
         alignment, attn_mask, is_causal = _alignment(attn_mask, is_causal, query.shape[-2], key.shape[-2]), None, True
     if is_causal and attn_mask is not None:
         raise ProblemError([("attn_mask", "must be None with is_causal=True: put the causal mask into attn_mask")])
@@ -94,11 +95,6 @@ def _in_one_batch(t: Tensor, lead: Sequence[int]) -> Tensor:
     """Return (…, H, L, E) with the batch dimensions `lead` flattened to one; copy only if some are broadcast."""
     shape = t.shape[-3:]
     return t.reshape(1, *shape) if not lead else t.expand(*lead, *shape).reshape(math.prod(lead), *shape)
-
-
-def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
-    """Return whether an argument is torch's `CausalBias`, without an import of its module."""
-    return type(mask).__module__ == "torch.nn.attention.bias"
 
 
 def _alignment(bias: CausalBias, is_causal: bool, queries: int, keys: int) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashpoint_kernels.flash_attn.layers.rotary import apply_rotary_emb
 from flashpoint_kernels.functional import attention
-from flashpoint_kernels.operators.torch_rules import raises_as
+from flashpoint_kernels.operators.torch_rules import overridable, raises_as
 
 Answer = Tensor | tuple[Tensor, Tensor, None]
 
@@ -36,6 +36,7 @@ _in_flash_attns_words = raises_as(
 )
 
 
+@overridable
 @_in_flash_attns_words
 def flash_attn_func(
     q: Tensor,
@@ -81,6 +82,7 @@ def flash_attn_func(
     )  # fmt: skip
 
 
+@overridable
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -100,6 +102,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@overridable
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -118,6 +121,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@overridable
 @_in_flash_attns_words
 def flash_attn_varlen_func(
     q: Tensor,
@@ -185,6 +189,7 @@ def flash_attn_varlen_func(
     return o, torch.cat([lse, lse.new_full((len(lse), len(q) - end_q), -torch.inf)], 1), None
 
 
+@overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -209,6 +214,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
+@overridable
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -230,6 +236,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@overridable
 @_in_flash_attns_words
 @torch.no_grad()
 def flash_attn_with_kvcache(

@@ -1,16 +1,20 @@
-"""Follow torch's rules for a call: apply autocast, and raise the errors that a caller of torch expects."""
+"""Follow torch's rules for a call: `__torch_function__`, autocast, and the errors that a caller of torch expects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flashpoint_contract.options import ProblemError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +40,30 @@ def raises_as(
         return wrapped
 
     return decorated
+
+
+def overridable(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, decorated: arguments with `__torch_function__` may answer its calls, as for torch's own.
+
+    Such arguments are subclasses of Tensor, classes of masks and proxies of torch.fx; a `TorchFunctionMode` is asked
+    before them. They are told the decorated function, which is the public one. A `torch.nn.attention.bias.CausalBias`
+    is not asked: its `__torch_function__` would call kernels of torch.
+    """
+
+    @wraps(function)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+            able = [t for t in (*args, *kwargs.values()) if not is_causal_bias(t)]
+            if has_torch_function(able):
+                return handle_torch_function(asked, able, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return asked
+
+
+def is_causal_bias(mask: object) -> TypeGuard[CausalBias]:
+    """Return whether an argument is torch's `CausalBias`, without an import of its module."""
+    return type(mask).__module__ == "torch.nn.attention.bias"
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
