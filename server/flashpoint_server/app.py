@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from flashpoint_contract.options import Direction
 from flashpoint_contract.schemas.validation import said
+from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import Kind
@@ -56,15 +57,17 @@ def create_app(
     engines: Sequence[bytes] | None = None,
     engine_module: str = ENGINE,
     shared: WorkerGroup = WorkerGroup(),  # noqa: B008  # a tuple
+    files: Files | None = None,
 ) -> FastAPI:
     """Return the service as an ASGI application.
 
     `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes. Without them, the
     lifespan starts one engine process for each device, which runs `engine_module`, and ends it. `shared` names the
-    directory of the files that all HTTP processes of the server share. The routes share `app.state.service`.
+    directory of the files that all HTTP processes of the server share. `files` has the keys and certificates; else
+    the application reads them. The routes share `app.state.service`.
     """
     settings = settings or Settings()
-    service = Service(settings, shared)
+    service = Service(settings, shared, files)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +78,7 @@ def create_app(
             inside.callback(service.close)
             service.pool.warm()
             service.engine.connect(addresses)
-            for watching in (service.keep_reporting(), service.keys_file.run()):
+            for watching in (service.keep_reporting(), service.files.watch_keys(service.reload_keys).run()):
                 inside.push_async_callback(_ended, asyncio.ensure_future(watching))
             yield
 

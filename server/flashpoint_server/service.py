@@ -12,9 +12,9 @@ from flashpoint_server.access.admission import Admission
 from flashpoint_server.access.cache_ids import CacheIds
 from flashpoint_server.access.keys import Caller, Keyring
 from flashpoint_server.access.saved_ids import SavedIds
+from flashpoint_server.config.files import Files
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.config.watch import Watch
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.http.origin_policy import OriginPolicy
@@ -36,7 +36,7 @@ REPORT_SECONDS = 1.0  # seconds between two calls of `report`; each scrape of th
 class Service:
     """The state that the routes of one HTTP process share. `shared` has the directory that all HTTP processes share."""
 
-    def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
+    def __init__(self, settings: Settings, shared: WorkerGroup, files: Files | None = None) -> None:
         self.settings = settings
         self._shared = shared
         self.metrics = Metrics()
@@ -51,8 +51,8 @@ class Service:
         self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
-        self.keys_file = Watch([settings.api_keys_file], self.reload_keys)
-        self.keys = Keyring(settings, shared)
+        self.files = files or Files(settings)
+        self.keys = Keyring(settings, shared, self.files)
         self.cache_ids = CacheIds(settings, shared)
         self.saved_ids = SavedIds(self.cache_ids)
         # For each cache that this process has used, by the cache's serial number: its length, and the number of keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +9,8 @@ from typing import NamedTuple
 import structlog
 
 from flashpoint_server.access.limits import Quota, Spent
-from flashpoint_server.config.key_file import RIGHTS, KeyEntry, Permission, read
+from flashpoint_server.config.files import Files
+from flashpoint_server.config.key_file import RIGHTS, KeyEntry, Permission, digest, entries
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.refusal import Refusal
@@ -46,9 +46,14 @@ class Keyring:
     the same.
     """
 
-    def __init__(self, settings: Settings, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
-        self._fixed = dict(_listed([key.get_secret_value() for key in settings.api_keys]))
-        self._path = settings.api_keys_file
+    def __init__(
+        self,
+        settings: Settings,
+        shared: WorkerGroup = WorkerGroup(),  # noqa: B008  # a tuple
+        files: Files | None = None,
+    ) -> None:
+        self._settings = settings
+        self._files = files or Files(settings)
         self._shared = shared
         self._spent: dict[str, Spent] = {}
         self._callers: list[tuple[bytes, Caller]] = []
@@ -67,6 +72,8 @@ class Keyring:
     def reload(self) -> None:
         """Read the file again. If it is not valid, keep the present keys and log the error."""
         try:
+            if not self._files.refresh_keys():
+                return
             self._load()
         # An OSError may mean that no file descriptor is left for the counts of a new key.
         except (OSError, ValueError) as error:
@@ -79,10 +86,10 @@ class Keyring:
         if not self._callers:
             return ANYONE
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
+        given = digest(key.strip())
         owner: Caller | None = None
-        for digest, caller in self._callers:  # compare with all keys, so that the time reveals nothing
-            if hmac.compare_digest(digest, given):
+        for known, caller in self._callers:  # compare with all keys, so that the time reveals nothing
+            if hmac.compare_digest(known, given):
                 owner = caller
         if owner is None or scheme.lower() != "bearer":
             raise Refusal(
@@ -93,16 +100,9 @@ class Keyring:
         return owner
 
     def _load(self) -> None:
-        entries = dict(self._fixed)
-        if self._path is not None:
-            for name, entry in read(self._path).items():
-                if name in entries:
-                    raise ValueError(f"{self._path}: the key name {name} is already in use outside this file")
-                entries[name] = entry
-        hashes = [one for entry in entries.values() for one in entry.hashes]
-        if len(set(hashes)) != len(hashes):
-            raise ValueError("two entries have the same key; remove one of them")
-        callers = [(self._caller(name, entry), entry.hashes) for name, entry in entries.items()]
+        settings = self._settings
+        found = entries(settings.api_keys, self._files.contents.keys, settings.api_keys_file)
+        callers = [(self._caller(name, entry), entry.hashes) for name, entry in found.items()]
         self._callers = [(bytes.fromhex(one), caller) for caller, key_hashes in callers for one in key_hashes]
 
     def _caller(self, name: str, entry: KeyEntry) -> Caller:
@@ -111,16 +111,3 @@ class Keyring:
         if name not in self._spent:  # if only limits change, keep the key's usage
             self._spent[name] = Spent(name, self._shared)
         return Caller(name, entry.rights, Quota(entry, self._spent[name]))
-
-
-def _listed(entries: list[str]) -> list[tuple[str, KeyEntry]]:
-    """Parse `KEY` (all rights) and `KEY:right+right`."""
-    parted = [entry.partition(":") for entry in entries]
-    return [
-        (f"key-{n}", KeyEntry(sha256=_digest(key).hex(), rights=frozenset(rights.split("+") if rights else RIGHTS)))  # type: ignore[arg-type]
-        for n, (key, _, rights) in enumerate(parted, 1)
-    ]
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "replace")).digest()

@@ -35,7 +35,7 @@ _FILE_HELP = {
 }
 
 
-def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
+def takes_settings(command: Callable[..., int], kind: type[Settings] = Settings) -> Callable[..., int]:
     """Add --config, --env-file and a flag for each setting to `command`. Its argument `sourced` gets the settings."""
     hints = typing.get_type_hints(command, include_extras=True)
     of_command = [each for each in inspect.signature(command).parameters.values() if each.name != "sourced"]
@@ -46,7 +46,7 @@ def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
         given = {name: keywords.pop(name, None) for name in Settings.model_fields}
         texts = {name: _text(value) for name, value in given.items() if value not in (None, [], ())}
         try:
-            sourced = load(texts, config, env_file)
+            sourced = load(texts, config, env_file, kind=kind)
         except SettingError as error:
             text = "\n  ".join(f"{where}: {message}" for where, message, _ in error.problems)
             raise CommandError(text, error.problems[0][2] if len(error.problems) == 1 else None) from None

@@ -8,10 +8,11 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+from functools import partial
 
 from flashpoint.commands.app import RIGHT, WRONG, CommandError, examples
 from flashpoint_server.cli.flags import takes_settings
-from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.settings import GivenSettings, Settings
 from flashpoint_server.config.sources import Sourced
 
 EXAMPLES = """
@@ -24,7 +25,7 @@ _THIS_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @examples(EXAMPLES)
-@takes_settings
+@partial(takes_settings, kind=GivenSettings)  # it needs no key, and answers while a file is damaged
 def health(*, sourced: Sourced) -> int:
     """Ask the server that was started with these settings whether it is alive.
 

@@ -26,8 +26,8 @@ from flashpoint_server.app import create_app
 from flashpoint_server.cli import ports, scratch, supervisor
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.config import tls
+from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.config.watch import Watch
 from flashpoint_server.http.ending import Config
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.protocol import HttpProtocol
@@ -58,8 +58,7 @@ class _Server(uvicorn.Server):
         self.forced = False  # whether a second signal has arrived
         self._draining: asyncio.Task[None] | None = None
         self._next_warning = 0.0
-        settings = self._service.settings
-        self._certificate = Watch([settings.tls_cert, settings.tls_key], self._reload_certificate)
+        self._certificate = self._service.files.watch_certificate(self._reload_certificate)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -117,13 +116,15 @@ class _Server(uvicorn.Server):
         self._reload_certificate()
 
     def _reload_certificate(self) -> None:
-        settings = self._service.settings
-        if self.config.ssl is not None and settings.tls_cert is not None:
+        files = self._service.files
+        if self.config.ssl is not None:
             try:
-                tls.load(self.config.ssl, settings.tls_cert, settings.tls_key)
+                if not files.refresh_certificate() or (certificate := files.contents.certificate) is None:
+                    return
+                tls.load(self.config.ssl, certificate)
                 if self._grpc is not None:
                     self._grpc.reload()
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 log.error("certificate kept", error=str(error))
             else:
                 log.info("certificate loaded")
@@ -173,6 +174,11 @@ def run(settings: Settings) -> int:
     It is 1 if the server cannot listen or an engine cannot work, and with one worker, if a second signal ended it.
     """
     scratch.remove_left()
+    try:
+        files = Files(settings)
+    except ValueError as error:
+        log.error("cannot start", error=str(error))
+        return 1
     with ExitStack() as inside:
         if (listener := ports.listen(settings)) is None:
             return 1
@@ -185,8 +191,8 @@ def run(settings: Settings) -> int:
         if (address := ports.open_to_all(settings)) is not None:
             log.warning("open to all who reach it", host=address, advice="set --api-keys-file, or --host 127.0.0.1")
         if settings.workers == 1:
-            return serve_on(listener, create_app(settings))
-        return supervisor.run(settings, listener)
+            return serve_on(listener, create_app(settings, files=files))
+        return supervisor.run(settings, listener, files)
 
 
 def serve_on(listener: socket.socket, app: FastAPI) -> int:
@@ -214,8 +220,8 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
     config.answer_timeout = 2 * settings.body_timeout
     config.metrics, config.half_closed = service.metrics, HalfClosed()
     config.load()
-    if settings.tls_cert is not None:
-        config.ssl = tls.context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    if (certificate := service.files.contents.certificate) is not None:
+        config.ssl = tls.context(certificate)
     server = _Server(config, app)
     server.run(sockets=[listener])
     if service.engine.failure:

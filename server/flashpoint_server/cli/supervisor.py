@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
+import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.cli.scratch import directory
+from flashpoint_server.cli.stand_in import StandIn
+from flashpoint_server.config.files import Files, Shared
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import as_environment
 from flashpoint_server.ipc.counts import clear
@@ -29,19 +32,28 @@ log = structlog.stdlib.get_logger("flashpoint.supervisor")
 _WORKER_MARGIN = 15.0  # seconds beyond the shutdown timeout in which a worker must end
 
 
-def run(settings: Settings, listener: socket.socket) -> int:
+def run(settings: Settings, listener: socket.socket, files: Files) -> int:
     """Run until a signal arrives. Return the exit code: 1 if an engine cannot work."""
-    return asyncio.run(_run(settings, listener))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop for which http/ is made
+        return runner.run(_run(settings, listener, files))
 
 
-async def _run(settings: Settings, listener: socket.socket) -> int:
+async def _run(settings: Settings, listener: socket.socket, files: Files) -> int:
     ended = asyncio.Event()
     loop, workers = asyncio.get_running_loop(), list[Child]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as inside:
-        HANGUP.listen(lambda: loop.call_soon_threadsafe(_reload, settings, workers))
+        handing = _Handing(files, workers)
+        HANGUP.listen(lambda: loop.call_soon_threadsafe(_reload, settings, handing))
         inside.callback(HANGUP.listen, None)
+        stand_in = StandIn(settings, files, listener)
+        for watch in (files.watch_keys(handing.keys), files.watch_certificate(handing.certificate)):
+            inside.callback(asyncio.ensure_future(watch.run()).cancel)
+
+        def look() -> None:
+            stand_in.look(needed=not any(worker.alive for worker in workers))
+
         addresses = await inside.enter_async_context(running_engines(settings))
         engines = ",".join(address.hex() for address in addresses)
         scratch = inside.enter_context(directory())
@@ -51,18 +63,30 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
 
         def forget(number: int, pid: int) -> None:
             """Remove the Prometheus gauges and the counts of admitted requests of a worker that has ended."""
+            look()
             mark_process_dead(pid, str(metrics))  # type: ignore[no-untyped-call]
             clear(limits, number)
 
-        fixed = ["--listener", str(listener.fileno()), "--engines", engines, "--limits", str(limits)]
+        inherited = [listener.fileno(), handing.shared.fd]
+        fixed = [
+            "--listener",
+            str(inherited[0]),
+            "--files",
+            str(inherited[1]),
+            "--engines",
+            engines,
+            "--limits",
+            str(limits),
+        ]
         workers += [
             Child(
                 f"worker {n}",
                 "flashpoint_server.cli.worker",
                 [*fixed, "--number", str(n)],
-                [listener.fileno()],
+                inherited,
                 {FOLDER: str(metrics)} | as_environment(settings),
                 partial(forget, n),
+                look,
             )
             for n in range(settings.workers)
         ]
@@ -81,10 +105,40 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
     return 1 if broken else 0
 
 
-def _reload(settings: Settings, workers: Sequence[Child]) -> None:
-    """Handle SIGHUP: send it to the workers, which read keys and certificate again."""
+class _Handing:
+    """Reads keys and certificates for the workers, which get the last good content, and SIGHUP when it changes."""
+
+    def __init__(self, files: Files, workers: Sequence[Child]) -> None:
+        self._files = files
+        self._workers = workers
+        self.shared = Shared(files.contents)
+
+    def keys(self) -> None:
+        self._hand("keys", self._files.refresh_keys)
+
+    def certificate(self) -> None:
+        self._hand("certificate", self._files.refresh_certificate)
+
+    def _hand(self, what: str, refresh: Callable[[], bool]) -> None:
+        before = self._files.contents
+        try:
+            if not refresh():
+                return
+            if self._files.contents == before:
+                log.info(f"{what} unchanged")
+                return
+            self.shared.write(self._files.contents)
+        except (OSError, ValueError) as error:
+            log.error(f"{what} kept", error=str(error))
+            return
+        for worker in self._workers:
+            worker.signal(signal.SIGHUP)
+
+
+def _reload(settings: Settings, handing: _Handing) -> None:
+    """Handle SIGHUP: read keys and certificate again."""
     if not settings.rereads:
         log.info(NOTHING_TO_REREAD)
         return
-    for worker in workers:
-        worker.signal(signal.SIGHUP)
+    handing.keys()
+    handing.certificate()

@@ -10,12 +10,16 @@ SHA-256 without salt or rounds is enough, because the keys are random: `flashpoi
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from flashpoint_server.config.content import content
 
 Permission = Literal["attention", "verify", "benchmark", "info", "metrics", "admin"]
 RIGHTS: tuple[Permission, ...] = get_args(Permission)
@@ -68,18 +72,52 @@ def check_name(name: str) -> str:
 
 def read(path: Path) -> dict[str, KeyEntry]:
     """Return the keys of a file, by name. Raises ValueError; its message has no value from the file."""
-    entries = parse(text_of(path), path)
+    return _some(content(path), path)
+
+
+def _some(text: bytes, path: Path) -> dict[str, KeyEntry]:
+    entries = parse(_decoded(text, path), path)
     if not entries:
         raise ValueError(f"{path} contains no keys; add one: without keys, the server would accept every caller")
     return entries
 
 
+def entries(fixed: Sequence[SecretStr], text: bytes | None = None, path: Path | None = None) -> dict[str, KeyEntry]:
+    """Return all keys of a server, by name: those of `api_keys`, and those in the text of the file `path`.
+
+    Raises ValueError, also if two keys are the same.
+    """
+    found = {f"key-{n}": _of_setting(key.get_secret_value()) for n, key in enumerate(fixed, 1)}
+    if path is not None and text is not None:
+        for name, entry in _some(text, path).items():
+            if name in found:
+                raise ValueError(f"{path}: the key name {name} is already in use outside this file")
+            found[name] = entry
+    hashes = [one for entry in found.values() for one in entry.hashes]
+    if len(set(hashes)) != len(hashes):
+        where = "" if path is None else f"{path}: "
+        raise ValueError(f"{where}two entries have the same key; remove one of them")
+    return found
+
+
+def _of_setting(text: str) -> KeyEntry:
+    """Parse `KEY` (all rights) and `KEY:right+right`."""
+    key, _, rights = text.partition(":")
+    return KeyEntry(sha256=digest(key).hex(), rights=frozenset(rights.split("+") if rights else RIGHTS))  # type: ignore[arg-type]
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
 def text_of(path: Path) -> str:
     """Return the text of a key file. Raises ValueError."""
+    return _decoded(content(path), path)
+
+
+def _decoded(text: bytes, path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        return text.decode("utf-8")
     except UnicodeDecodeError:  # the error's own text would show the bytes
         raise ValueError(f"{path} is not TOML: not UTF-8") from None
 

@@ -13,9 +13,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from flashpoint_contract import wire
 from flashpoint_contract.options import NAME
 from flashpoint_contract.wording.hints import how_to_install
-from flashpoint_server.config import tls
+from flashpoint_server.config import key_file, tls
+from flashpoint_server.config.content import content
 from flashpoint_server.config.hosts import host_name
-from flashpoint_server.config.key_file import RIGHTS, read
+from flashpoint_server.config.key_file import RIGHTS
 
 MIB = 1 << 20
 
@@ -183,9 +184,9 @@ class Settings(BaseSettings):
 
     @field_validator("api_keys_file")
     @classmethod
-    def _keys_can_be_read(cls, path: Path | None) -> Path | None:
+    def _keys_can_be_read(cls, path: Path | None, info: ValidationInfo) -> Path | None:
         if path is not None:
-            read(path)
+            key_file.entries(info.data.get("api_keys", ()), content(path), path)
         return path
 
     @field_validator("tls_cert")
@@ -193,10 +194,14 @@ class Settings(BaseSettings):
     def _a_certificate_with_its_key(cls, cert: Path | None, info: ValidationInfo) -> Path | None:
         key, client_ca = info.data.get("tls_key"), info.data.get("tls_client_ca")
         if cert is not None:
-            tls.context(cert, key, client_ca)
+            cls._read_certificate(cert, key, client_ca)
         elif key is not None or client_ca is not None:
             raise ValueError("is missing; --tls-key and --tls-client-ca need it")
         return cert
+
+    @classmethod
+    def _read_certificate(cls, cert: Path, key: Path | None, client_ca: Path | None) -> None:
+        tls.read(cert, key, client_ca)
 
     @field_validator("cors_origins")
     @classmethod
@@ -260,3 +265,16 @@ class Settings(BaseSettings):
             if not _KEY.fullmatch(key.get_secret_value()):
                 raise ValueError(f"key {number} must be KEY or KEY:right+right; rights are {', '.join(RIGHTS)}")
         return keys
+
+
+class GivenSettings(Settings):
+    """Settings that do not read the files of keys and certificates, because another process has."""
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _keys_can_be_read(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        return path
+
+    @classmethod
+    def _read_certificate(cls, cert: Path, key: Path | None, client_ca: Path | None) -> None:
+        pass

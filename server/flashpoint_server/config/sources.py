@@ -56,6 +56,7 @@ def load(
     config: Path | None = None,
     env_file: Path | None = None,
     environment: Mapping[str, str] = os.environ,
+    kind: type[Settings] = Settings,
 ) -> Sourced:
     """Return the settings from all sources. Raises SettingError, which names the source of each wrong value."""
     values: dict[str, str] = {}
@@ -71,7 +72,7 @@ def load(
     values |= flags
     sources |= {name: flag(name) for name in flags}
     try:
-        settings = Settings(**values)  # type: ignore[arg-type]  # all values are text, like variables
+        settings = kind(**values)  # type: ignore[arg-type]  # all values are text, like variables
     except ValidationError as error:
         raise SettingError(_problems(error, values, sources)) from None
     return Sourced(settings, sources, tuple(misspelt(looked_at)))

@@ -2,45 +2,87 @@
 
 from __future__ import annotations
 
+import os
 import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+
+from flashpoint_server.config.content import content
 
 # The ciphers of TLS 1.2 that have forward secrecy and authenticated encryption. All ciphers of TLS 1.3 have both.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
-def context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLContext:
-    """Return a context for TLS 1.2 and later from PEM files. Raises ValueError, which names the file that is wrong."""
+class Certificate(NamedTuple):
+    """A valid certificate with its intermediates, its key, and the authorities of client certificates, as PEM."""
+
+    cert: bytes
+    key: bytes | None  # None: `cert` contains it
+    client_ca: bytes | None
+
+
+def read(cert: Path, key: Path | None, client_ca: Path | None, look: Callable[[Path], bytes] = content) -> Certificate:
+    """Return the content of PEM files, after a check. Raises ValueError, which names the file that is wrong."""
+    if client_ca is not None:
+        authorities = look(client_ca)
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+        except (OSError, ssl.SSLError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"{client_ca} contains no valid certificates: {why}") from None
+    files = f"{cert} and {key}" if key else f"{cert}"
+    wrong = f"the certificate and its key cannot be read from {files}"
+    try:
+        certificate = Certificate(
+            look(cert), None if key is None else look(key), None if client_ca is None else authorities
+        )
+    except ValueError as error:
+        raise ValueError(f"{wrong}: {error}") from None
+    try:
+        load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate)
+    except _PasswordError:
+        raise ValueError(f"the key in {key or cert} has a password; give a key without a password") from None
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"{wrong}: {error.strerror or error}") from None
+    return certificate
+
+
+def context(certificate: Certificate) -> ssl.SSLContext:
+    """Return a context for TLS 1.2 and later."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_ciphers(CIPHERS)
     made.set_alpn_protocols(["http/1.1"])
-    load(made, cert, key)
-    if client_ca is not None:
+    load(made, certificate)
+    if certificate.client_ca is not None:
         made.verify_mode = ssl.CERT_REQUIRED
-        try:
-            made.load_verify_locations(client_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"{client_ca} contains no valid certificates: {error.strerror or error}") from None
+        made.load_verify_locations(cadata=certificate.client_ca.decode("ascii", "replace"))
     return made
 
 
-def load(into: ssl.SSLContext, cert: Path, key: Path | None) -> None:
-    """Load the certificate and its key into the context `into`, for new connections.
+def load(into: ssl.SSLContext, certificate: Certificate) -> None:
+    """Load a certificate of `read` and its key into the context `into`, for new connections."""
+    with _file(certificate.cert) as cert, _file(certificate.key or certificate.cert) as key:
+        into.load_cert_chain(cert, key, _no_password)
 
-    Raises ValueError, and then leaves `into` unchanged.
-    """
 
-    def no_password() -> str:
-        raise ValueError(f"the key in {key or cert} has a password; give a key without a password")
+class _PasswordError(Exception):
+    """The key has a password."""
 
+
+def _no_password() -> str:
+    raise _PasswordError
+
+
+@contextmanager
+def _file(text: bytes) -> Iterator[str]:
+    """Yield the path of a file in memory with this content: the ssl module reads certificates only from files."""
+    fd = os.memfd_create("flashpoint-certificate", os.MFD_CLOEXEC)
     try:
-        # Load into a temporary context first: a certificate and key that do not match would damage `into`, and every
-        # later connection would fail.
-        for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), into):
-            context.load_cert_chain(cert, key, no_password)
-    except (OSError, ssl.SSLError) as error:
-        files = f"{cert} and {key}" if key else f"{cert}"
-        raise ValueError(
-            f"the certificate and its key cannot be read from {files}: {error.strerror or error}"
-        ) from None
+        with open(fd, "wb", closefd=False) as file:
+            file.write(text)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)

@@ -52,9 +52,11 @@ class Child:
         inherited: Sequence[int],
         environment: Mapping[str, str] = os.environ,
         ended: Callable[[int], None] = lambda pid: None,
+        started: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self._ended = ended  # called with the pid of each process that has ended
+        self._started = started  # called after each start
         self._environment = dict(environment)
         self.starts = 0
         self._command = [sys.executable, "-P", "-m", module, "--parent", str(os.getpid()), *arguments]
@@ -65,6 +67,10 @@ class Child:
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
 
     async def keep(self) -> None:
         """Run the process, and restart it, until `stop` or until it exits with CANNOT_WORK."""
@@ -82,8 +88,12 @@ class Child:
                 continue
             self.starts += 1
             log.info("started", process=self.name, pid=self._process.pid, starts=self.starts)
+            self._started()
             code = await self._process.wait()
-            self._ended(self._process.pid)
+            try:
+                self._ended(self._process.pid)
+            except Exception as error:  # it must not keep the process from its next start
+                log.exception("failed", process=self.name, error=type(error).__name__)
             if self._stopping:
                 return
             log.error("lost", process=self.name, pid=self._process.pid, exit_code=code)

@@ -95,6 +95,7 @@ class RpcServer:
     def __init__(self, app: ASGIApp, service: Service, statistics: Statistics, address: str) -> None:
         """Raises OSError if the server cannot listen on `address`, whose port `cli.ports` has reserved."""
         settings = self._settings = service.settings
+        self._files = service.files
         memory = Memory(settings, service.keys.locked, service.counts)
         self._server = grpc.aio.server(
             options=[
@@ -132,12 +133,11 @@ class RpcServer:
         return int(self._server.add_secure_port(address, credentials))
 
     def reload(self) -> None:
-        """Use the present certificate files, which must be valid, for new connections."""
-        settings = self._settings
-        assert settings.tls_cert is not None
-        cert, key = settings.tls_cert.read_bytes(), (settings.tls_key or settings.tls_cert).read_bytes()
-        ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca is not None else None
-        self._certificate = grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+        """Use the present certificate for new connections."""
+        certificate = self._files.contents.certificate
+        assert certificate is not None
+        pair = certificate.key or certificate.cert, certificate.cert
+        self._certificate = grpc.ssl_server_certificate_configuration([pair], certificate.client_ca)
 
     async def start(self) -> None:
         await self._server.start()

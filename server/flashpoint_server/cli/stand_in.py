@@ -1,0 +1,97 @@
+"""Answer on the listening socket in the place of the workers, while none is alive and after they have ended.
+
+Without this, the system accepts connections that nobody answers, and resets them when the socket is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from typing import Any
+
+import structlog
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from flashpoint_server.config import tls
+from flashpoint_server.config.files import Files
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.ending import Config
+from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.http.half_closed import HalfClosed
+from flashpoint_server.http.protocol import HttpProtocol
+from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.oip import routes as oip
+from flashpoint_server.refusal import Refusal
+
+MOST = 256  # connections at a time; more wait in the backlog
+BACKLOG = 4096  # connections that may wait to be accepted when the server stops
+PAUSE = 0.05  # seconds without a connection after which the backlog counts as empty
+
+log = structlog.stdlib.get_logger("flashpoint.supervisor")
+
+
+class StandIn:
+    """Refuses every request with 503: `not_ready`, and `draining` after `drain`."""
+
+    def __init__(self, settings: Settings, files: Files, listener: socket.socket) -> None:
+        self._listener = listener
+        self._files = files
+        self._state = ServerState()
+        self._on = False
+        self._refusal = "not_ready", "no HTTP process is alive: the server starts another"
+        metrics = Metrics()
+        self._config = config = Config(
+            Envelope(_nothing, (), metrics, None, check=self._refuse, writers={"v2": oip.written}),
+            log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="off", ws="none",
+            http=HttpProtocol, timeout_keep_alive=settings.keep_alive,
+        )  # fmt: skip
+        config.header_timeout = settings.header_timeout
+        config.answer_timeout = 2 * settings.body_timeout
+        config.metrics, config.half_closed = metrics, HalfClosed()
+        config.load()
+
+    def look(self, *, needed: bool) -> None:
+        """Accept connections while `needed`."""
+        if needed == self._on:
+            return
+        self._on = needed
+        loop = asyncio.get_running_loop()
+        if needed:
+            self._listener.setblocking(False)
+            loop.add_reader(self._listener.fileno(), self._accept)
+            log.error("no HTTP process is alive", answer=503)
+        else:
+            loop.remove_reader(self._listener.fileno())
+
+    def _refuse(self, exchange: Exchange, _: str | None) -> None:
+        code, detail = self._refusal
+        raise Refusal(code, detail, headers={"Connection": "close"})
+
+    def _accept(self) -> None:
+        if len(self._state.connections) >= MOST:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # another process has accepted it, or no descriptor is free
+            return
+        connection.setblocking(False)
+        task = asyncio.ensure_future(self._serve(connection))
+        self._state.tasks.add(task)
+        task.add_done_callback(self._state.tasks.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        certificate = self._files.contents.certificate
+        how: dict[str, Any] = {} if certificate is None else {"ssl": tls.context(certificate)}
+        make = partial(HttpProtocol, config=self._config, server_state=self._state, app_state={}, _loop=loop)
+        try:
+            await loop.connect_accepted_socket(make, connection, **how)
+        except OSError:  # the client has left, or its handshake failed
+            connection.close()
+
+
+async def _nothing(_: Scope, __: Receive, ___: Send) -> None:
+    raise AssertionError("every request is refused before")
