@@ -58,7 +58,7 @@ def test_it_moves_causality_windows_and_alibi(
     t = {name: x.requires_grad_() for name, x in qkv(2, 2, *lengths, 16).items()}
     q, k, v, do = (t[name] for name in ("q", "k", "v", "do"))
     alibi &= max(map(abs, offsets)) < FAR  # with FAR, float32 rounds all distances to one value
-    slopes = normal(2).abs() if alibi else None
+    slopes = normal(2).abs() / 8 if alibi else None  # float32 rounds scores of hundreds by more than the tolerance
     offsets = offsets[:1] * 2 if one else offsets
     o, lse = attention(
         q, k, v, offset=offsets[0] if one else offsets, causal=causal, window=window, alibi_slopes=slopes,

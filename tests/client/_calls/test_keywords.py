@@ -22,7 +22,7 @@ CALLS = [
     ({"window": 3}, "window: must be a list"),
     ({"window": (3,)}, "window: item 2 is missing"),
     ({"dropout_p": 1.5}, "dropout_p: must be less than 1"),
-    ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'cpu', 'tiled' or 'reference'"),
+    ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'cpu', 'torch', 'tiled' or 'reference'"),
     ({"grads": ["dq"]}, "grads: is not taken by this call"),
     ({"at": [3]}, "at: is taken only with caches"),
     ({"caches": "c1"}, "caches: must be a list, with one cache for each sequence of q"),

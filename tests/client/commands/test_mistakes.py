@@ -108,7 +108,7 @@ VALUES = [
     ),
     ("verify {sizes} --layout shd", "--layout: shd is for --kernel; others are bhsd, bshd, thd"),
     ("verify --kernel math:sqrt --layout thd", "--layout: thd is not for --kernel"),
-    ("verify {sizes} --backend cuda", "--backend: 'cuda' is not one of auto, triton, torch, tiled, reference"),
+    ("verify {sizes} --backend cuda", "--backend: 'cuda' is not one of auto, triton, cpu, torch, tiled, reference"),
     ("verify {sizes} --backend trition", "hint: did you mean triton?"),
     ("verify {sizes} --window 3", "--window: item 2 is missing"),
     ("verify {sizes} --window a,b", "--window: must be integers, with a comma between two, not 'a,b'"),
