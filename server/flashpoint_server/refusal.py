@@ -39,6 +39,7 @@ STATUS = {
     "cache_elsewhere": 421,
     "invalid_request": 422,
     "backend_renamed": 422,
+    "idempotency_key_reused": 422,
     "queue_full": 429,
     "key_limit": 429,
     "cache_memory": 429,

@@ -46,7 +46,8 @@ class CacheRef(msgspec.Struct, frozen=True, array_like=True):
 
     The k and v of the call are written at the ends of the caches, or at the positions `at`.
 
-    `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
+    `key` is the idempotency key, or "". With a key, `asked` has the caller's options, packed: a retry has the same.
+    `quota` is the maximum number of bytes for the owner; None means no limit.
     `left` is the number of earlier keys to which a single query attends: it replaces the window in the options. With
     −1, the window in the options applies.
     """
@@ -59,6 +60,7 @@ class CacheRef(msgspec.Struct, frozen=True, array_like=True):
     key: str
     quota: int | None
     left: int
+    asked: bytes = b""
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -137,7 +139,8 @@ class VerifyCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class CreateCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Create `count` caches. `ttl` is in seconds.
 
-    For each layer, `keep` has the number of last tokens that the cache keeps; None: it keeps all.
+    For each layer, `keep` has the number of last tokens that the cache keeps; None: it keeps all. `beside` is the
+    serial of the cache that determined the engine, if there is one: a retry has the same.
     """
 
     shape: CacheShape
@@ -145,6 +148,7 @@ class CreateCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_length: int | None
     keep: list[int | None]
     ttl: float | None
+    beside: int | None = None
 
 
 class ListCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -93,6 +93,10 @@ ERRORS = {
         "`errors` names each field",
         "correct each field that `errors` names",
     ),
+    "idempotency_key_reused": Meaning(
+        "an earlier call with the same `Idempotency-Key` had another method, path or payload",
+        "send each call with a key of its own, and only its retries with the same key",
+    ),
     "queue_full": Meaning("the queue is full: its limit of requests, bytes, FLOPs or benchmarks is reached", _RETRY),
     "key_limit": Meaning(
         "the API key is over its limits; `Retry-After` is the shortest time to wait",

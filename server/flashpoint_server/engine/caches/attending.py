@@ -8,6 +8,7 @@ over caches that have dropped tokens.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -28,9 +30,10 @@ from flashpoint_kernels.native.rows import NOWHERE, ByteSteps, QuerySteps
 from flashpoint_kernels.problems.problem import drawn_seed
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
+from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.ipc.bodies import CacheRef
+from flashpoint_server.ipc.bodies import CacheRef, PlacedTensor
 from flashpoint_server.refusal import invalid, of_problem
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})
@@ -99,14 +102,25 @@ class Reading(NamedTuple):
 
 
 class CachedCall(NamedTuple):
-    """A call over caches: its tensors and its caches."""
+    """A call over caches: its tensors and its caches. `payload`: as in `Terms`."""
 
     of: CallTensors
     cache_ref: CacheRef
+    payload: bytes = b""
+
+    @classmethod
+    def of_request(
+        cls, of: CallTensors, cache_ref: CacheRef, inputs: Sequence[PlacedTensor], memory: Mapping[int, mmap.mmap]
+    ) -> CachedCall:
+        """Return the call that a message submits, with `inputs` in shared memory."""
+        if not cache_ref.key:
+            return cls(of, cache_ref)
+        named = structs.replace(cache_ref, owner="", key="", quota=None)
+        return cls(of, cache_ref, payload_of(named, inputs, memory))
 
     @property
     def terms(self) -> Terms:
-        return Terms(self.cache_ref.owner, self.cache_ref.quota, self.cache_ref.key)
+        return Terms(self.cache_ref.owner, self.cache_ref.quota, self.cache_ref.key, self.payload)
 
     def lowest(self, queries: int, length: int) -> int:
         """Return the first position to which a sequence's `queries` queries attend, in a cache of `length` tokens."""

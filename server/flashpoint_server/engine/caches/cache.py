@@ -23,28 +23,21 @@ STALE = "its idempotency key is older than the cache's last write: this is a lat
 class Terms(NamedTuple):
     """The caller of an operation. `quota` is the maximum number of bytes that `owner` may store; None means no limit.
 
-    `key` is the idempotency key, "" for none.
+    `key` is the idempotency key, "" for none, and `payload` the digest of the call that it names.
     """
 
     owner: str
     quota: int | None = None
     key: str = ""
-
-
-class Mark(NamedTuple):
-    """A write of a cache with an idempotency key: the key, the kind of write, and the layer."""
-
-    key: str
-    kind: str
-    layer: int
+    payload: bytes = b""
 
 
 @dataclass(eq=False, kw_only=True)
 class StoredCache(Owned):
     """A cache: the keys and values of one sequence, with a track for each layer.
 
-    `keep` is, for each layer, the number of last tokens that are not dropped; None keeps all. `last` is the last write,
-    or None if it had no idempotency key. `keys` are the recent idempotency keys.
+    `keep` is, for each layer, the number of last tokens that are not dropped; None keeps all. `last` is the idempotency
+    key of the last write, or "". `keys` are the recent idempotency keys, each with the digest of its write.
     """
 
     kind: ClassVar[str] = "cache"
@@ -53,8 +46,8 @@ class StoredCache(Owned):
     tracks: list[Track]
     keep: tuple[int | None, ...]
     max_length: int | None
-    last: Mark | None = None
-    keys: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    last: str = ""
+    keys: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
 
     def free(self) -> int:
         """Release all chunks, and return the number of freed bytes."""
@@ -64,12 +57,12 @@ class StoredCache(Owned):
             gone += released(track, [*track.cut(0), *track.spares])
         return gone
 
-    def marked(self, mark: Mark) -> None:
-        """Record `mark` as the last write, and its idempotency key if it has one."""
-        self.last = mark if mark.key else None
-        if mark.key:
-            self.keys[mark.key] = None
-            self.keys.move_to_end(mark.key)
+    def written(self, terms: Terms) -> None:
+        """Record the last write, and its idempotency key if it has one."""
+        self.last = terms.key
+        if terms.key:
+            self.keys[terms.key] = terms.payload
+            self.keys.move_to_end(terms.key)
             if len(self.keys) > KEYS:
                 self.keys.popitem(last=False)
 

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Mapping
 
 from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.state.memory import tensor_in
 from flashpoint_server.ipc.bodies import (
@@ -16,6 +17,7 @@ from flashpoint_server.ipc.bodies import (
     ExportTokens,
     ForkCaches,
     ListCaches,
+    RenewCaches,
     TruncateCache,
 )
 from flashpoint_server.ipc.messages import CacheRecord, Submit
@@ -27,7 +29,9 @@ def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[
 
     `submit` says where the call's tensors are in the shared `memory`.
     """
-    terms, ids = Terms(call.owner, call.quota, call.key), call.caches
+    named = (call.operation, call.caches)
+    payload = payload_of(named, submit.inputs, memory) if call.key else b""
+    terms, ids = Terms(call.owner, call.quota, call.key, payload), call.caches
     match call.operation:
         case CreateCaches() as made:
             return store.create(terms, made.shape, made.count, made.max_length, made.keep, made.ttl)
@@ -48,6 +52,8 @@ def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[
         case DeleteCaches():
             store.delete(terms, ids)
             return []
+        case RenewCaches():
+            return store.renew(terms, ids)
     return store.look(terms, ids)
 
 

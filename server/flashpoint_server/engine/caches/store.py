@@ -19,7 +19,6 @@ from torch import Tensor
 from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import (
     STALE,
-    Mark,
     StoredCache,
     Terms,
     Write,
@@ -32,15 +31,14 @@ from flashpoint_server.engine.caches.cache import (
     write_problem,
 )
 from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
+from flashpoint_server.engine.caches.idempotency import REUSED, IdempotencyKeys
 from flashpoint_server.engine.caches.pages import Block, PagePool
 from flashpoint_server.engine.state.ledger import Ledger
-from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.refusal import Refusal
 
 SPARE = 16  # a block of pages is larger by a 16th than the limit, because free pieces between chunks may be too small
-ANSWERS = 1 << 16  # maximum number of caches in the answers that are stored for repeated creations and forks
 
 
 class CacheStore:
@@ -57,7 +55,7 @@ class CacheStore:
         self._paged = paged
         self._block: Block | None = None  # the block of all pages; allocated at the first cache
         self._pools: WeakValueDictionary[TokenSize, PagePool] = WeakValueDictionary()  # pools of the token sizes in use
-        self._answers: OwnerLru[list[int]] = OwnerLru(ANSWERS)  # serials of created caches by idempotency key
+        self._keys = IdempotencyKeys()
 
     # Create and delete caches
 
@@ -68,7 +66,7 @@ class CacheStore:
         """Create empty caches; with `max_length`, allocate their memory now. Raises Refusal 404, 410, 413 and 429."""
         with self._lock:
             self._ledger.sweep()
-            if (again := self._answered(terms, "create")) is not None:
+            if (again := self._answered(terms)) is not None:
                 return again
             sizes = self._sizes(shape)
             chunks = [reserved_chunks(max_length, keep_last) for keep_last in keep] if max_length else [0] * len(sizes)
@@ -92,7 +90,7 @@ class CacheStore:
                     raise
                 made.append(self._new(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
                 self._ledger.add(made[-1], each, each)
-            return self._answer(terms, "create", made)
+            return self._answer(terms, made)
 
     def fork(
         self, terms: Terms, serials: Sequence[int], lengths: Sequence[int] | None, free: Sequence[int]
@@ -103,7 +101,7 @@ class CacheStore:
         """
         with self._lock:
             self._ledger.sweep()
-            if (again := self._answered(terms, "fork")) is not None:
+            if (again := self._answered(terms)) is not None:
                 return again
             fields = [f"{name}.{n}" for name, some in (("caches", serials), ("free", free)) for n in range(len(some))]
             caches = self._find(terms.owner, [*serials, *free], fields)
@@ -125,7 +123,7 @@ class CacheStore:
             for source, unshared, nbytes, some in zip(sources, base, full, tracks, strict=True):
                 made.append(self._new(terms.owner, source.shape, source.ttl, some, source.keep, source.max_length))
                 self._ledger.add(made[-1], nbytes, unshared)
-            answer = self._answer(terms, "fork", made)
+            answer = self._answer(terms, made)
             for cache in dict.fromkeys(freed):
                 self._ledger.end(cache)
             return answer
@@ -133,8 +131,18 @@ class CacheStore:
     def delete(self, terms: Terms, serials: Sequence[int]) -> None:
         """Delete all of the caches, or none of them. Raises Refusal 404 and 410."""
         with self._lock:
+            self._check_key(terms)
             for cache in dict.fromkeys(self._find(terms.owner, serials)):
                 self._ledger.end(cache)
+            self._keys.done(terms.owner, terms.key, terms.payload)
+
+    def renew(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
+        """Return descriptions of caches, whose time to live restarts when the call ends. Raises Refusal 404 and 410."""
+        with self._lock:
+            self._check_key(terms)
+            records = self.look(terms, serials)
+            self._keys.done(terms.owner, terms.key, terms.payload)
+            return records
 
     def _new(
         self, owner: str, shape: CacheShape, ttl: float, tracks: list[Track], keep: tuple[int | None, ...],
@@ -145,17 +153,16 @@ class CacheStore:
             tracks=tracks, keep=keep, max_length=max_length,
         )  # fmt: skip
 
-    def _answered(self, terms: Terms, what: str) -> list[CacheRecord] | None:
+    def _answered(self, terms: Terms) -> list[CacheRecord] | None:
         """Return the stored answer to an earlier creation or fork with the same idempotency key.
 
-        Raises Refusal 404 and 410 if its caches are gone.
+        Raises Refusal 404 and 410 if its caches are gone, and 422 if the key belongs to another call.
         """
-        serials = self._answers.get(terms.owner, f"{what} {terms.key}") if terms.key else None
+        serials = self._check_key(terms)
         return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
 
-    def _answer(self, terms: Terms, what: str, made: Sequence[StoredCache]) -> list[CacheRecord]:
-        if terms.key:
-            self._answers.put(terms.owner, f"{what} {terms.key}", [cache.serial for cache in made], len(made))
+    def _answer(self, terms: Terms, made: Sequence[StoredCache]) -> list[CacheRecord]:
+        self._keys.done(terms.owner, terms.key, terms.payload, [cache.serial for cache in made])
         return [self.record(cache) for cache in made]
 
     # Reading
@@ -246,14 +253,14 @@ class CacheStore:
     def truncate(self, terms: Terms, serial: int, length: int) -> CacheRecord:
         """Drop the tokens from `length` on, in every layer. Raises Refusal 404, 409 and 410."""
         with self._lock:
+            self._check_key(terms)
             (cache,) = self._find(terms.owner, [serial])
-            mark = Mark(terms.key, f"truncate {length}", 0)
-            if not self._repeats([cache], mark):
+            if not self._repeats(terms, [cache]):
                 self._refuse([cut_problem(cache, length)])
                 for track in cache.tracks:
                     if track.length > length:
                         self._let_go(cache, track, track.cut(length))
-                cache.marked(mark)
+                self._written(terms, [cache])
             return self.record(cache)
 
     def write(
@@ -272,16 +279,16 @@ class CacheStore:
         changed.
         """
         with self._lock:
+            self._check_key(terms)
             caches = self._find(terms.owner, serials)
             if len(set(serials)) < len(serials):
                 raise Refusal("invalid_request", "caches: contains a cache twice, but the call writes to it",
                               errors=[("caches", "contains a cache twice, but the call writes to it")])  # fmt: skip
-            mark = Mark(terms.key, "write", layer)
-            if self._repeats(caches, mark):
+            if self._repeats(terms, caches):
                 return caches
             writes = self._prepared(terms, caches, layer, at, [k.shape[1] for k, _ in tokens], lowest)
+            self._written(terms, caches)
             for cache in caches:
-                cache.marked(mark)
                 cache.expires = self._ledger.clock() + cache.ttl  # also if the call's attention fails later
         for write, (k, v) in zip(writes, tokens, strict=True):
             if (keep_last := write.cache.keep[layer]) is not None:
@@ -338,17 +345,29 @@ class CacheStore:
             raise
         return writes
 
-    def _repeats(self, caches: Sequence[StoredCache], mark: Mark) -> bool:
-        """Return whether the last write of all these caches had the call's `mark`, so that the call is its repetition.
+    def _check_key(self, terms: Terms) -> list[int] | None:
+        """Like `IdempotencyKeys.check`."""
+        return self._keys.check(terms.owner, terms.key, terms.payload)
 
-        Raises Refusal 409 if the call has the idempotency key of an older write.
+    def _written(self, terms: Terms, caches: Sequence[StoredCache]) -> None:
+        """Record the idempotency key of a write that takes effect now."""
+        for cache in caches:
+            cache.written(terms)
+        self._keys.done(terms.owner, terms.key, terms.payload)
+
+    def _repeats(self, terms: Terms, caches: Sequence[StoredCache]) -> bool:
+        """Return whether the call repeats the last write of all these caches.
+
+        Raises Refusal 409 if the call has the idempotency key of an older write, and 422 if it has that of another
+        call. The caches know their keys for longer than `IdempotencyKeys`.
         """
-        if not mark.key:
+        if not terms.key:
             return False
-        if all(cache.last == mark for cache in caches):
+        known = [cache.keys.get(terms.key) for cache in caches]
+        self._refuse([REUSED if one not in (None, terms.payload) else None for one in known])
+        if all(cache.last == terms.key for cache in caches):
             return True
-        stale = "cache_stale", STALE
-        self._refuse([stale if mark.key in cache.keys else None for cache in caches])
+        self._refuse([None if one is None else ("cache_stale", STALE) for one in known])
         return False
 
     # Memory

@@ -150,7 +150,8 @@ class Executor:
         device, cache_ref = self.device, request.attention.cache_ref
         assert cache_ref is not None
         of = device.call_tensors
-        return CachedCall(request.tensors(of) if device.is_cpu else of(request), cache_ref)
+        tensors = request.tensors(of) if device.is_cpu else of(request)
+        return CachedCall.of_request(tensors, cache_ref, request.submit.inputs, request.memory)
 
     def _keep(self, request: EngineRequest) -> Exception | None:
         try:

@@ -53,6 +53,7 @@ STATUSES = {
     "host_not_allowed": "PERMISSION_DENIED",
     "invalid_request": "INVALID_ARGUMENT",
     "backend_renamed": "INVALID_ARGUMENT",
+    "idempotency_key_reused": "INVALID_ARGUMENT",
     "queue_full": "RESOURCE_EXHAUSTED",
     "key_limit": "RESOURCE_EXHAUSTED",
     "head_too_large": "RESOURCE_EXHAUSTED",

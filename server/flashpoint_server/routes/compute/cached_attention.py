@@ -65,6 +65,7 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
         key=key,
         quota=cache_quota(request),
         left=plan.left,
+        asked=bytes(pack_options(call.options)) if key else b"",
     )
     planned = RequestPlan(spec, plan.backend, price, device, plan.options, plan.layout)
     text, nbytes, engine = numbers(spec), plan.layout.nbytes, ids[0].incarnation

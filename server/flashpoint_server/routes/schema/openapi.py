@@ -62,10 +62,10 @@ _TEXT = {
     "backward": "Send the forward's inputs and `do`; the answer has the gradients that `grads` names. "
     "If you send `o` and `lse` of the forward, the server does not compute them again.",
 }
-_STORED = ("cache_", "saved_")  # prefixes of the codes about caches and saved forwards
+_STORED = ("cache_", "saved_", "idempotency_")  # prefixes of the codes about caches and saved forwards
 _ERRORS = [code for code in STATUS if code not in ("not_found", "method_not_allowed") and not code.startswith(_STORED)]
 _STORED_ERRORS = {
-    "forward": [code for code in STATUS if code.startswith("cache_")],
+    "forward": [code for code in STATUS if code.startswith(("cache_", "idempotency_"))],
     "backward": [*(code for code in STATUS if code.startswith("saved_")), "cache_elsewhere"],
 }
 _DETAILS = {
@@ -243,7 +243,7 @@ def _operation(direction: Direction, *, stored: bool = True) -> dict[str, Any]:
         "operationId": "attention" if forward else "attention_grad",
         "parameters": [
             *({"name": name, "in": "header", "required": False, **field} for name, field in _FIELDS.items()),
-            *([openapi_caches.REPLICA] if cached else []),
+            *([openapi_caches.REPLICA, openapi_caches.KEY] if cached else []),
         ],
         "requestBody": {"required": True, "content": content | binary},
         "responses": {

@@ -38,9 +38,10 @@ _OFF = "this server has no caches and saved forwards: --cache-bytes is 0"
 _IS_NO_NUMBER = "X-Timeout-Ms: must be a positive integer of milliseconds"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-_KEY = {
+KEY = {
     "name": "Idempotency-Key", "in": "header", "required": False, "schema": {"type": "string", "maxLength": 128},
-    "description": "A name of this write. A retry with the same name takes effect once and gets the same answer.",
+    "description": "A name of this write. A retry with the same name takes effect once and gets the same answer; "
+    "another call needs another name.",
 }  # fmt: skip
 REPLICA = {
     "name": "X-Flashpoint-Replica", "in": "header", "required": False, "schema": {"type": "string"},
@@ -121,14 +122,15 @@ def _add_tensors(append: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": properties, "required": ["k", "v"], "additionalProperties": False}
     content = {jsonwire.MEDIA_TYPE: {"schema": schema}, wire.MEDIA_TYPE: _BINARY, "application/octet-stream": _BINARY}
     append["requestBody"] = {"required": True, "content": content}
-    append["parameters"].append(_KEY)
 
 
 def _operation(call: CacheRow) -> dict[str, Any]:
     success: dict[str, Any] = {"description": HTTPStatus(call.success).phrase, "headers": TOLD}
     if call.answer is not None:
         success["content"] = _json(call.answer)
+    named = call.path.startswith("/caches") and call.method != "get"  # whether it may have an idempotency key
     codes = {*_EACH, *call.codes, *(_BODY if call.request is not None else ())}
+    codes |= {"idempotency_key_reused"} if named else set()
     details = {"not_found": _OFF, "invalid_request": call.wrong}
     if call.request is not None:
         details["unsupported_media_type"] = JSON_ALONE
@@ -137,12 +139,11 @@ def _operation(call: CacheRow) -> dict[str, Any]:
         "tags": ["caches"],
         "summary": call.summary,
         "operationId": call.name,
-        "parameters": [_ID, REPLICA] if "{id}" in call.path else [REPLICA],
+        "parameters": [*([_ID] if "{id}" in call.path else []), REPLICA, *([KEY] if named else [])],
         "responses": {str(call.success): success, **refusals},
     }
     if call.request is not None:
         operation["requestBody"] = {"required": True, "content": _json(call.request)}
-        operation["parameters"].append(_KEY)
     return operation
 
 

@@ -39,6 +39,7 @@ DETAILS = {
     "cache_elsewhere": "replica 'b' holds the cache: send X-Flashpoint-Replica: b",
     "backend_renamed": BackendRenamedError().args[0],
     "invalid_request": "casual: unknown option or tensor; did you mean causal?",
+    "idempotency_key_reused": "its idempotency key belongs to another call: send each call with a key of its own",
     "queue_full": "the queue is full: it has 256 requests, its limit",
     "key_limit": "the API key may have 4 requests at the same time",
     "cache_memory": "4294901760 of 4294967296 bytes are in use, and this call needs 131072 more",

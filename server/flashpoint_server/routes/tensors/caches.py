@@ -94,14 +94,13 @@ async def create(request: RouteRequest) -> None:
     if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
         raise invalid([("layers", f"may have at most {MOST_SIZES} different sizes")])
     shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), cache_request.dtype)
-    made = bodies.CreateCaches(
-        shape, cache_request.count, cache_request.max_length, _each("keep", cache_request.keep, n), cache_request.ttl_s
-    )
-    incarnation = (
-        found_caches(request, [cache_request.beside], ["beside"])[0].incarnation
-        if cache_request.beside is not None
-        else _engine_for(request)
-    )
+    keep, beside, number = _each("keep", cache_request.keep, n), cache_request.beside, None
+    if beside is not None:
+        (neighbour,) = found_caches(request, [beside], ["beside"])
+        incarnation, number = neighbour.incarnation, neighbour.serial
+    else:
+        incarnation = _engine_for(request)
+    made = bodies.CreateCaches(shape, cache_request.count, cache_request.max_length, keep, cache_request.ttl_s, number)
     records = await _ask(request, incarnation, made)
     await send_json(request, 201, {"caches": _described(request, incarnation, records)})
 
@@ -285,7 +284,8 @@ async def _ask(
     """
     staging = staging or stage_nothing(request)
     serials = tuple([one.serial for one in ids])
-    call = CacheCall(request.caller.name, operation, serials, idempotency_key(request), cache_quota(request))
+    key = idempotency_key(request) if request.exchange.method in ("POST", "DELETE") else ""
+    call = CacheCall(request.caller.name, operation, serials, key, cache_quota(request))
     job = make_job(request, call, staging, LITTLE, partial(Job, incarnation=incarnation))
     return (await submit(request, job)).caches
 

@@ -7,7 +7,6 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import (
     KEYS,
-    Mark,
     StoredCache,
     Terms,
     base_bytes,
@@ -70,12 +69,12 @@ def test_the_last_keys_of_writes_are_remembered():
     store = store_of()
     cache = cache_of(store, create(store)[0])
     for number in range(KEYS + 1):
-        cache.marked(Mark(str(number), "append", 0))
-    cache.marked(Mark("1", "append", 0))
+        cache.written(Terms("alice", None, str(number), b"payload"))
+    cache.written(Terms("alice", None, "1", b"another"))
     assert list(cache.keys) == [*map(str, range(2, KEYS + 1)), "1"]
-    assert cache.last == Mark("1", "append", 0)
-    cache.marked(Mark("", "append", 0))
-    assert (cache.last, len(cache.keys)) == (None, KEYS)
+    assert (cache.last, cache.keys["1"], cache.keys["2"]) == ("1", b"another", b"payload")
+    cache.written(Terms("alice"))
+    assert (cache.last, len(cache.keys)) == ("", KEYS)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
+from flashpoint_server.engine.caches.idempotency import IdempotencyKeys
 from flashpoint_server.refusal import Refusal
 from tests.support.cache_store import (
     BASE,
     DV,
     HEADS,
     LAYERS,
+    SHAPE,
     TOKEN,
     TTL,
     Clock,
@@ -48,17 +50,17 @@ class Model:
     def __init__(self, owner, ttl_end, max_length=None, keep=None):
         self.owner, self.expires, self.max_length, self.keep = owner, ttl_end, max_length, keep
         self.layers = [np.zeros((HEADS, 0, D + DV), np.float32) for _ in range(LAYERS)]
-        self.keys, self.last = [], None
+        self.keys, self.last = [], ""
 
     def copy(self, end, expires):
         other = Model(self.owner, expires, self.max_length, self.keep)
         other.layers = [layer[:, :end].copy() for layer in self.layers]
         return other
 
-    def wrote(self, mark):
-        self.last = mark if mark[0] else None
-        if mark[0]:
-            self.keys = [*(key for key in self.keys if key != mark[0]), mark[0]][-64:]
+    def wrote(self, key):
+        self.last = key
+        if key:
+            self.keys = [*(one for one in self.keys if one != key), key][-64:]
 
 
 class Stateful(RuleBasedStateMachine):
@@ -71,6 +73,7 @@ class Stateful(RuleBasedStateMachine):
         self.clock = Clock()
         self.store = store_of(clock=self.clock, paged=self.paged)
         self.there, self.lost, self.gone = {}, {}, {}
+        self.payloads = {}  # of each owner's idempotency keys
         self.seed = 0
 
     def expected(self, owner, serial):
@@ -95,17 +98,20 @@ class Stateful(RuleBasedStateMachine):
 
     @rule(
         data=st.data(), owner=st.sampled_from(OWNERS), layer=st.integers(0, LAYERS - 1), count=st.integers(0, 1100),
-        back=st.none() | st.integers(-2, 1300), key=st.sampled_from(["", "a", "b", "c"]),
+        back=st.none() | st.integers(-2, 1300), key=st.sampled_from(["", *"abcdef"]),
     )  # fmt: skip
     def write(self, data, owner, layer, count, back, key):
         serial = self.some(data)
         model, code = self.there.get(serial), self.expected(owner, serial)
-        at = mark = None
+        at = None
+        payload = f"layer {layer} of {serial}".encode()
+        if key and self.payloads.get((owner, key), payload) != payload:
+            code = "idempotency_key_reused"
         if code is None:
-            length, mark = model.layers[layer].shape[1], (key, layer)
+            length = model.layers[layer].shape[1]
             at = None if back is None else max(0, length - back)
             place = length if at is None else at
-            if key and model.last == mark:
+            if key and model.last == key:
                 code = "repeats"
             elif key and key in model.keys:
                 code = "cache_stale"
@@ -119,7 +125,7 @@ class Stateful(RuleBasedStateMachine):
         self.seed += 1
         k, v = tokens(count, self.seed)
         places = None if at is None else [at]
-        error, _ = outcome(self.store.write, Terms(owner, None, key), [serial], layer, places, [(k, v)])
+        error, _ = outcome(self.store.write, Terms(owner, None, key, payload), [serial], layer, places, [(k, v)])
         assert error in ((None, "cache_memory") if code is None else (None,) if code == "repeats" else (code,))
         if error is not None:
             return
@@ -130,7 +136,8 @@ class Stateful(RuleBasedStateMachine):
         if code is None:
             new = np.concatenate((k.numpy(), v.numpy()), -1)
             model.layers[layer] = np.concatenate((model.layers[layer][:, :place], new), 1)
-            model.wrote(mark)
+            model.wrote(key)
+            self.payloads[owner, key] = payload
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS), end=st.none() | st.integers(0, 2500), free=st.booleans())
     def fork(self, data, owner, end, free):
@@ -163,7 +170,7 @@ class Stateful(RuleBasedStateMachine):
             return
         model = self.there[serial]
         model.layers = [layer[:, :end] for layer in model.layers]
-        model.wrote(("", 0))
+        model.wrote("")
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def delete(self, data, owner):
@@ -303,6 +310,38 @@ def test_creations_and_forks_repeat_their_first_answer():
     assert create(store, "bob", count=2, key="k") != first
     forked = store.fork(Terms("alice", None, "f"), [first[0]], None, [first[1]])
     assert store.fork(Terms("alice", None, "f"), [first[0]], None, [first[1]]) == forked
+
+
+def test_a_key_of_another_payload_is_refused_before_anything_else():
+    """Also beside the stored answer of a creation, when its caches are gone, and by what a cache itself remembers."""
+    store = store_of()
+
+    def terms(key, payload, owner="alice"):
+        return Terms(owner, None, key, payload)
+
+    def make(payload, count=1):
+        return store.create(terms("c", payload), SHAPE, count, None, [None] * LAYERS, None)
+
+    (serial,) = (record.serial for record in make(b"one"))
+    assert [record.serial for record in make(b"one")] == [serial]
+    refused("idempotency_key_reused", make, b"two", 2)
+    refused("idempotency_key_reused", store.fork, terms("c", b"three"), [serial], None, [])
+    store.write(terms("w", b"tokens"), [serial], 0, None, [tokens(2)])
+    for call, *arguments in (
+        (store.write, [serial], 0, None, [tokens(2, 5)]),
+        (store.truncate, serial, 1),
+        (store.renew, [serial]),
+        (store.delete, [serial]),
+        (store.fork, [serial], None, []),
+    ):
+        refused("idempotency_key_reused", call, terms("w", b"other"), *arguments)
+    assert store.lengths("alice", [serial], 0) == [2]
+    store._keys = IdempotencyKeys()  # as after many calls of other owners
+    refused("idempotency_key_reused", store.write, terms("w", b"other"), [serial], 0, None, [tokens(2, 5)])
+    store.delete(terms("d", b"gone"), [serial])
+    refused("idempotency_key_reused", store.delete, terms("d", b"another"), [serial])
+    refused("cache_not_found", store.delete, terms("d", b"gone"), [serial])
+    assert store.create(terms("d", b"his", "bob"), SHAPE, 1, None, [None] * LAYERS, None)
 
 
 def test_a_reserved_cache_takes_its_memory_at_once_and_keeps_it():
