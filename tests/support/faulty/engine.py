@@ -220,8 +220,8 @@ class TellingScheduler(scheduler.Scheduler):
 
 
 class FaultyStore(store.CacheStore):
-    def _repeats(self, caches, mark):
-        return False if TWICE.there() else super()._repeats(caches, mark)
+    def _repeats(self, terms, caches):
+        return False if TWICE.there() else super()._repeats(terms, caches)
 
 
 class FaultyLedger(ledger.Ledger):

@@ -94,10 +94,7 @@ def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
 
 
 def _seed_of(key: str, cache_options: CacheOptions) -> int:
-    """Return a dropout seed of 53 bits that is the same when a write is repeated, so that the answers are equal.
-
-    It depends on the caches and the layer, because callers may use one idempotency key for several layers or caches.
-    """
+    """Return a dropout seed of 53 bits that is the same when a write is repeated, so that the answers are equal."""
     text = json.dumps([key, cache_options.layer, *cache_options.caches])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
