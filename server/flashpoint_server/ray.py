@@ -25,7 +25,7 @@ from flashpoint_server.refusal import Refusal
 _SOCKETS = ("host", "port", "insecure", "keep_alive", "header_timeout", "tls_cert", "tls_key", "tls_client_ca")
 NOT_HERE = {
     **dict.fromkeys(_SOCKETS, "Ray's proxies own the sockets: see http_options"),
-    **dict.fromkeys(("grpc_port", "grpc_bytes"), "Ray's proxies forward only HTTP"),
+    **dict.fromkeys(("grpc_port", "grpc_bytes", "grpc_ping_interval"), "Ray's proxies forward only HTTP"),
     "workers": "a replica is one process: see num_replicas",
     "replica": "every replica draws its own name",
     "shared_memory_bytes": "a region is registered with one process, and Ray may send a call to another",

@@ -204,7 +204,6 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         service.sites.only_loopback()
     config = Config(
         app,
-        loop="uvloop",
         http=HttpProtocol,
         ws="none",
         lifespan="on",

@@ -104,7 +104,7 @@ class Settings(BaseSettings):
     body_rate: Annotated[int, Field(ge=1), _SIZED] = 64 * 1024
     """minimum average rate, in bytes a second, at which a body arrives and an answer is read"""
     header_timeout: Seconds = 10.0
-    """timeout in seconds for a request's head, from the start of the connection or of the head"""
+    """timeout in seconds for a request's head, from the start of the connection or of the head, and for a handshake"""
     keep_alive: Annotated[int, Field(ge=0, le=LONGEST)] = 75
     """idle timeout of a connection in seconds"""
 
@@ -114,6 +114,8 @@ class Settings(BaseSettings):
     """maximum bytes of input and answer tensors of admitted requests; a single request is always admitted"""
     grpc_bytes: Annotated[int, Field(ge=64 * MIB), _SIZED] = 6144 * MIB
     """maximum bytes of memory for gRPC messages and answers; one message may take a sixth (docs/oip.md)"""
+    grpc_ping_interval: Seconds = 1.0
+    """minimum seconds between a gRPC client's keepalive pings; the third ping that is earlier ends the connection"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
     """maximum floating-point operations of admitted requests; a single request is always admitted"""
     queue_seconds: Seconds = 600.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import httptools
 import structlog
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.http.half_closed import HalfClosed
+from flashpoint_server.http.loop import Loop
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
@@ -35,6 +37,9 @@ class Config(uvicorn.Config):
     answer_timeout = 20.0
     metrics: Metrics
     half_closed: HalfClosed
+
+    def get_loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop]:
+        return partial(Loop, self.header_timeout)
 
 
 class EndingProtocol(HttpToolsProtocol):

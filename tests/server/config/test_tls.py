@@ -196,9 +196,15 @@ def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
             assert bool((reply(connection.getresponse()).tensors["o"] == value).all())
 
 
-@pytest.mark.slow  # needs a separate server; tests/server/http/test_heads.py tests this without TLS
-def test_a_head_that_never_ends_is_closed(start_server, authority):
-    server = start_server(ready=False, header_timeout=1, **tls_settings(authority))
+SHORTER = 40  # seconds; without a timeout of ours, uvloop waits for 60, and gRPC for 120
+
+
+def test_a_silent_handshake_and_a_head_that_never_ends_are_closed(start_server, authority):
+    """tests/server/http/test_heads.py tests more heads without TLS."""
+    server = start_server(ready=False, header_timeout=1, grpc_port=0, **tls_settings(authority))
+    for port in (server.port, grpc_port(server)):
+        with socket.create_connection(("127.0.0.1", port), timeout=SHORTER) as silent:
+            assert silent.recv(1) == b""
     cut_off = (ConnectionError, ssl.SSLEOFError)  # on a slow machine, the timeout may expire during the handshake
     with connected(server, trusting(authority)) as connection, contextlib.suppress(*cut_off):
         connection.connect()

@@ -34,6 +34,7 @@ from flashpoint_server.service import Service
 
 SMALL_CALLS = 64  # calls allowed in addition to the queue limit, so that probes are answered when the queue is full
 MOST_DETAILS = 1024  # maximum characters of an error, each up to three bytes: clients accept a few KiB of metadata
+PUNCTUAL = 0.9  # part of the ping interval that must have passed: a client's timer or the network may shorten one
 _WHOLE = 1  # bit mask of compression algorithms: no compression, because gRPC does not limit the decompressed size
 
 # The gRPC status (its name in `grpc.StatusCode`) of each error code of the server.
@@ -103,6 +104,11 @@ class RpcServer:
                 ("grpc.max_receive_message_length", memory.largest),
                 ("grpc.http2.bdp_probe", 0),  # otherwise some MiB of each message arrive before it is read
                 ("grpc.max_send_message_length", LARGEST_MESSAGE),
+                # The TLS handshake, and the client's first HTTP/2 frame.
+                ("grpc.server_handshake_timeout_ms", _milliseconds(settings.header_timeout)),
+                # A client with more pings gets GOAWAY, and loses its calls. Pings are allowed without calls, too.
+                ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(PUNCTUAL * settings.grpc_ping_interval)),
+                ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.compression_enabled_algorithms_bitset", _WHOLE),
                 ("grpc.so_reuseport", 1),  # it joins the reservation
             ],
@@ -146,6 +152,10 @@ class RpcServer:
     async def stop(self, seconds: float) -> None:
         """Wait at most `seconds` for running calls, and end the rest."""
         await self._server.stop(seconds)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(1000 * seconds))
 
 
 def _infer(app: ASGIApp, memory: Memory) -> Behaviour:

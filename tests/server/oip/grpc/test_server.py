@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -179,3 +181,36 @@ def test_an_engine_that_dies_is_unavailable_until_the_next_is_there(private_serv
     private_server.gate("closed").unlink()
     wait_for(ready, lambda: "never ready again")
     assert private_server.queue("after").result(HANG)
+
+
+@pytest.mark.parametrize(("interval", "allowed"), [(0.001, True), (60, False)])
+def test_pings_of_a_client_end_its_connection_only_below_the_interval(start_server, interval, allowed):
+    port = port_of(start_server(ready=False, grpc_port=0, grpc_ping_interval=interval))
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG) as client, client.makefile("rb") as received:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
+        for n in range(6):
+            with contextlib.suppress(ConnectionError):
+                client.sendall(frame(PING, n.to_bytes(8, "big")))
+            kind, payload = next_of(received, PING, GOAWAY)
+            if kind == GOAWAY:
+                break
+            assert payload == n.to_bytes(8, "big")
+            time.sleep(0.01)  # ten times the shorter interval
+    assert (kind == PING) == allowed, payload
+    assert allowed or payload.endswith(b"too_many_pings")
+
+
+SETTINGS, PING, GOAWAY = 4, 6, 7  # types of HTTP/2 frames (RFC 9113, section 6)
+
+
+def frame(kind, payload=b""):
+    return len(payload).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + payload
+
+
+def next_of(received, *kinds):
+    """Return the type and the payload of the next frame of one of these types."""
+    while True:
+        head = received.read(9)
+        kind, payload = head[3], received.read(int.from_bytes(head[:3], "big"))
+        if kind in kinds:
+            return kind, payload
