@@ -32,20 +32,18 @@ def read(cert: Path, key: Path | None, client_ca: Path | None, look: Callable[[P
         except (OSError, ssl.SSLError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"{client_ca} contains no valid certificates: {why}") from None
-    files = f"{cert} and {key}" if key else f"{cert}"
-    wrong = f"the certificate and its key cannot be read from {files}"
-    try:
-        certificate = Certificate(
-            look(cert), None if key is None else look(key), None if client_ca is None else authorities
-        )
-    except ValueError as error:
-        raise ValueError(f"{wrong}: {error}") from None
+    certificate = Certificate(
+        look(cert), None if key is None else look(key), None if client_ca is None else authorities
+    )
     try:
         load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate)
     except _PasswordError:
         raise ValueError(f"the key in {key or cert} has a password; give a key without a password") from None
     except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"{wrong}: {error.strerror or error}") from None
+        files = f"{cert} and {key}" if key else f"{cert}"
+        raise ValueError(
+            f"the certificate and its key cannot be read from {files}: {error.strerror or error}"
+        ) from None
     return certificate
 
 

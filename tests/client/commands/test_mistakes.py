@@ -83,7 +83,7 @@ VALUES = [
     ("serve --cors-origins example.org", "--cors-origins: must be origins such as https://example.org, or *, not"),
     ("serve --allowed-hosts http://x:1", "--allowed-hosts: 'http://x:1' is not allowed"),
     ("serve --otlp-endpoint localhost:4318", "--otlp-endpoint: 'localhost:4318' is not valid"),
-    ("serve --tls-cert none.pem", "--tls-cert: the certificate and its key cannot be read from none.pem: No such file"),
+    ("serve --tls-cert none.pem", "--tls-cert: none.pem cannot be read: No such file"),
     ("serve --tls-key none.pem", "--tls-cert: is missing; --tls-key and --tls-client-ca need it"),
     ("serve --api-keys-file none.toml", "--api-keys-file: "),
     ("serve --shared-memory-bytes 1 --workers 2", "--shared-memory-bytes: needs one worker"),
