@@ -47,9 +47,10 @@ def scaled_dot_product_attention(
             gradient), or a `torch.nn.attention.bias.CausalBias`.
         dropout_p: Probability with which each attention weight is dropped, 0 to 1, also in evaluation. The seed is
             drawn from torch's generator of the CPU; the dropped weights are not those of torch.
-        is_causal: Query i sees key j only if j <= i. Not with `attn_mask`.
+        is_causal: Query i sees key j only if j <= i, and with `attn_mask` only if that lets it, too.
         scale: Factor of query·key. None, the default, is 1/sqrt(E).
-        enable_gqa: Hq may be a multiple of H: each key head has Hq/H query heads.
+        enable_gqa: Hq may be a multiple of H: each key head has Hq/H query heads. Where key and value have no heads, o
+            is 0; where query has none, o is empty.
 
     Returns:
         o, (…, Hq, L, Ev), in query's dtype. A query that sees no key has o = 0.
@@ -68,8 +69,6 @@ def scaled_dot_product_attention(
     alignment = "top_left"
     if is_causal_bias(attn_mask):
         alignment, attn_mask, is_causal = _alignment(attn_mask, is_causal, query.shape[-2], key.shape[-2]), None, True
-    if is_causal and attn_mask is not None:
-        raise ProblemError([("attn_mask", "must be None with is_causal=True: put the causal mask into attn_mask")])
     if not 0 <= dropout_p <= 1:
         raise ProblemError([("dropout_p", f"must be 0 to 1, not {dropout_p}")])
     q, k, v = _with_heads(*(t[(None,) * (3 - t.ndim)] for t in (query, key, value)), grouped=enable_gqa)
@@ -78,12 +77,15 @@ def scaled_dot_product_attention(
         q, k, v = (_in_one_batch(t, lead) for t in (q, k, v))
         if attn_mask is not None and attn_mask.ndim > 3:
             attn_mask = _in_one_batch(attn_mask, () if math.prod(attn_mask.shape[:-3]) == 1 else lead)
+    if attn_mask is not None and not k.shape[-2]:
+        attn_mask = attn_mask[..., :0]  # `_with_heads` may have left out all keys
     if not q.shape[-3]:  # without heads o is empty; these products give its shape and autograd graph
-        return q @ k.mT @ v
-    o = attention(
-        q, k, v, attn_mask=attn_mask, causal=bool(is_causal), causal_alignment=alignment, scale=scale,
-        dropout_p=0.0 if dropout_p == 1 else float(dropout_p),
-    )  # fmt: skip
+        o = q @ k.mT @ v
+    else:
+        o = attention(
+            q, k, v, attn_mask=attn_mask, causal=bool(is_causal), causal_alignment=alignment, scale=scale,
+            dropout_p=0.0 if dropout_p == 1 else float(dropout_p),
+        )  # fmt: skip
     if dropout_p == 1:
         o = o * 0
     heads = o.shape[1:2] if max(query.ndim, key.ndim, value.ndim) > 2 else ()
@@ -111,6 +113,11 @@ def _with_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tens
     """Return q, k and v as `attention` needs them: k and v with an equal number of heads, which divides q's number."""
     heads, of_k, of_v = q.shape[-3], k.shape[-3], v.shape[-3]
     if heads == of_k == of_v:
+        return q, k, v
+    if not heads and (grouped or max(of_k, of_v) <= 1):
+        return q, k[..., :0, :, :], v[..., :0, :, :]
+    if not (of_k or of_v):  # torch answers 0, as for heads without keys
+        k, v = (t[..., :0, :].reshape(*t.shape[:-3], heads, 0, t.shape[-1]) for t in (k, v))
         return q, k, v
     if grouped and not (of_k and of_v and heads % of_k == 0 and heads % of_v == 0):
         raise ProblemError([("key", f"has {of_k} heads and value {of_v}, which must divide query's {heads}")])

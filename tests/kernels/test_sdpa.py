@@ -143,6 +143,47 @@ def test_a_causal_bias_reads_no_mask_and_needs_its_own_sizes() -> None:
         scaled_dot_product_attention(q, k, k, causal_lower_right(4, 9), is_causal=True)
 
 
+@pytest.mark.parametrize("mask", [(5, 7), (2, 1, 5, 7), (1, 4, 1, 7)], ids=str)
+def test_a_mask_holds_together_with_is_causal(mask: tuple[int, ...], backend: str) -> None:
+    """torch's kernel for the CPU takes both, in four dimensions."""
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    *given, bias = leaves((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), mask, dtype=dtype)
+    hold([*given, bias.detach() > -1], is_causal=True)
+    o = scaled_dot_product_attention(*given, bias, is_causal=True)
+    seen = torch.ones(5, 7, dtype=torch.bool, device=DEVICE).tril()
+    expected = scaled_dot_product_attention(*given, bias.masked_fill(~seen, -torch.inf))
+    for one, other in zip(
+        (o, *torch.autograd.grad(o.sum(), [*given, bias])),
+        (expected, *torch.autograd.grad(expected.sum(), [*given, bias])),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    one_head = [t.detach()[0, 0] for t in given]
+    o = scaled_dot_product_attention(*one_head, seen[:, [0, 3, 2, 1, 4, 5, 6][:7]], is_causal=True)
+    expected = scaled_dot_product_attention(*one_head, seen[:, [0, 3, 2, 1, 4, 5, 6][:7]] & seen)
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("heads", [(0, 0, 0), (4, 0, 0), (1, 0, 0), (0, 1, 1), (0, 2, 2), (0, 2, 1)], ids=str)
+def test_heads_may_be_none(heads: tuple[int, int, int], grouped: bool) -> None:
+    """o and its gradients have torch's shapes, where torch answers: 0 without key heads, empty without query heads."""
+    of_q, of_k, of_v = heads
+    for lead in ((), (2,), (3, 2)):
+        shapes = [(*lead, of_q, 5, 8), (*lead, of_k, 7, 8), (*lead, of_v, 7, 6), (5, 7)]
+        *given, mask = leaves(*shapes, dtype=torch.float32)
+        if not of_q and max(of_k, of_v) > 1 and not grouped:
+            with pytest.raises(ProblemError, match="must be equal or 1"):
+                scaled_dot_product_attention(*given)
+            continue
+        o = scaled_dot_product_attention(*given, mask if of_q else None, enable_gqa=grouped)
+        assert o.shape == (*lead, of_q, 5, 6)
+        assert not o.any()
+        for gradient, t in zip(torch.autograd.grad(o.sum(), given), given, strict=True):
+            assert gradient.shape == t.shape
+            assert not gradient.any()
+
+
 def test_the_mask_may_be_a_parameter(backend: str) -> None:
     mask = nn.Parameter(normal(2, 5, 7))
     hold([*leaves((2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), dtype=torch.float32), mask])
@@ -183,7 +224,6 @@ def test_autocast_holds_as_for_torchs() -> None:
     [
         ({"query": torch.zeros(8)}, "query: must be a tensor of at least 2 dimensions"),
         ({"value": [[1.0]]}, "value: must be a tensor of at least 2 dimensions"),
-        ({"is_causal": True, "attn_mask": torch.ones(5, 7)}, "attn_mask: must be None with is_causal=True"),
         ({"dropout_p": 1.5}, "dropout_p: must be 0 to 1, not 1.5"),
         ({"key": torch.zeros(1, 2, 7, 8)}, "enable_gqa=True shares key heads"),
         (
@@ -205,23 +245,27 @@ def test_what_is_not_valid_raises_a_value_error_and_torchs_runtime_error(change:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the samples are made on the CPU")
-def test_torchs_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's samples for its operator tests pass in float32 and float64; with dropout, only shapes are compared."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_torchs_own_samples(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's samples for its operator tests pass, contiguous or not; with dropout, only shapes are compared."""
     # torch.testing._internal imports expecttest only for the names of its test cases.
     monkeypatch.setitem(sys.modules, "expecttest", types.ModuleType("expecttest"))
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         operators = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
+        strided = importlib.import_module("torch.testing._internal.common_utils").noncontiguous_like
     (operator,) = (one for one in operators if one.name == "nn.functional.scaled_dot_product_attention")
     tried = 0
-    for dtype in (torch.float32, torch.float64):
-        for sample in operator.sample_inputs("cpu", dtype, requires_grad=True):
-            how = dict(sample.kwargs)
-            given = [t.detach().requires_grad_() for t in (sample.input, *sample.args)]
-            if (mask := how.pop("attn_mask", None)) is not None:
-                given.append(mask.detach().requires_grad_())
-            if how.pop("dropout_p"):
+    for sample in operator.sample_inputs("cpu", dtype, requires_grad=True):
+        how = dict(sample.kwargs)
+        dropout = how.pop("dropout_p")
+        plain = [t.detach() for t in (sample.input, *sample.args)]
+        if (mask := how.pop("attn_mask", None)) is not None:
+            plain.append(mask.detach())
+        for given in (plain, [strided(t) for t in plain]):
+            given = [t.detach().requires_grad_() for t in given]
+            if dropout:
                 o = scaled_dot_product_attention(*given, dropout_p=0.5, **how)
                 assert o.shape == torch_sdpa(*given, **how).shape
                 o.sum().backward()
@@ -230,6 +274,11 @@ def test_torchs_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
                 hold(given, **how)
             tried += 1
     assert tried >= 2 * 25
+    for wrong in operator.error_inputs("cpu") if operator.error_inputs_func else ():  # torch 2.13 has none
+        with pytest.raises(ProblemError):
+            scaled_dot_product_attention(
+                wrong.sample_input.input, *wrong.sample_input.args, **wrong.sample_input.kwargs
+            )
 
 
 # Models that call the function
