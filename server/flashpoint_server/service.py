@@ -130,6 +130,8 @@ class Service:
             self.metrics.process(name, pid)
             self.metrics.dropped(name, 0)
             self.metrics.cache_limit(name, self.settings.cache_bytes)
+        for name, off in self.engine.kernels_off():
+            self.metrics.kernels_off(name, off)
         if self._shared.directory is not None:
             self.metrics.process("supervisor", os.getppid())
         inside = self.admission

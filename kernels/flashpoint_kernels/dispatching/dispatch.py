@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
@@ -17,6 +17,7 @@ from flashpoint_contract.spec import Spec
 from flashpoint_kernels import native
 from flashpoint_kernels.dispatching.machine import version_of
 from flashpoint_kernels.dispatching.support import Backends, choose_backend, unsupported
+from flashpoint_kernels.native import switches
 from flashpoint_kernels.problems.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.problems.reproducible import split, spread
 from flashpoint_kernels.triton_backend.host.configurations import refusal
@@ -42,25 +43,34 @@ def available_backends(device: str) -> Backends:
     `cpu` is the kernels in C. Triton's kernels run on a CPU only under Triton's interpreter
     (TRITON_INTERPRET=1), as the last choice. On a GPU where Triton's kernels give wrong results, torch's operators
     replace them; `no_triton` has the reason. On devices other than CPUs and NVIDIA's GPUs only tiles of torch
-    operations run.
+    operations run. Backends that are switched off are left out; `off` has the reasons.
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or another device of torch.
     """
-    kind = torch.device(device).type
+    kind, reason = torch.device(device).type, ""
     if kind == "cpu":
         in_c = ("cpu",) if native.library() is not None else ()
-        return Backends((*in_c, "tiled", "reference", *(("triton",) if _INTERPRETED else ())), kind)
-    if kind != "cuda" or torch.version.hip is not None:
+        names = (*in_c, "tiled", "reference", *(("triton",) if _INTERPRETED else ()))
+    elif kind != "cuda" or torch.version.hip is not None:
         names = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # other devices may lack float64
-        return Backends(names, kind, "the kernels are for NVIDIA's GPUs")
-    # Without a GPU, return the backends of a supported GPU: a caller may ask before a device exists.
-    reason = ""
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(device)
-        reason = refusal(10 * major + minor, version_of("triton"))
-    others = ("torch", "tiled", "reference")
-    return Backends(others if reason else ("triton", *others), kind, reason)
+        reason = "the kernels are for NVIDIA's GPUs"
+    else:  # without a GPU, these are the backends of a supported GPU: a caller may ask before a device exists
+        names = ("triton", "torch", "tiled", "reference")
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability(device)
+            reason = refusal(10 * major + minor, version_of("triton"))
+        if reason:
+            names = names[1:]
+    off = switches.switched_off()
+    return Backends((name for name in names if name not in off), kind, reason, off)
+
+
+def switch_off(found: Mapping[str, str]) -> None:
+    """Switch kernels or backends off in this process, each name (native/switches.py) with its reason."""
+    switches.note(found)
+    native.library.cache_clear()
+    available_backends.cache_clear()
 
 
 def backend_for(spec: Spec, device: str) -> str:
@@ -70,7 +80,9 @@ def backend_for(spec: Spec, device: str) -> str:
     """
     available = available_backends(device)
     if spec.options.backend == "auto" and available.kind == "cpu" and "cpu" not in available:
-        warnings.warn(f"auto takes the backend tiled, which is slower: {native.MISSING}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"auto takes the backend tiled, which is slower: {native.missing()}", RuntimeWarning, stacklevel=2
+        )
     return choose_backend(spec, available)
 
 

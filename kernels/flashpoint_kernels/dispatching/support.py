@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from flashpoint_contract.options import BackendRenamedError, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import FEATURES
 from flashpoint_kernels import cpu_backend, native, reference_backend, tiled_backend, torch_backend, triton_backend
+from flashpoint_kernels.native import switches
 
 SUPPORT = {
     "triton": triton_backend.SUPPORT,
@@ -21,16 +22,27 @@ SUPPORT = {
 class Backends(tuple[str, ...]):
     """The backends of a device, in the order in which `auto` prefers them.
 
-    `kind` is torch's name of the device: `cpu`, `cuda` or another. `no_triton` says why Triton is not among them.
+    `kind` is torch's name of the device: `cpu`, `cuda` or another. `no_triton` says why Triton is not among them. `off`
+    has the kernels and backends that are switched off, each with the reason (native/switches.py).
     """
 
     kind: str
     no_triton: str
+    off: Mapping[str, str]
 
-    def __new__(cls, names: Iterable[str], kind: str, no_triton: str = "") -> Backends:
+    def __new__(
+        cls, names: Iterable[str], kind: str, no_triton: str = "", off: Mapping[str, str] | None = None
+    ) -> Backends:
         made = super().__new__(cls, names)
-        made.kind, made.no_triton = kind, no_triton
+        made.kind, made.no_triton, made.off = kind, no_triton, off or {}
         return made
+
+    def why_off(self, backend: str) -> str:
+        """Return why a backend is switched off; empty if it is not."""
+        if backend in self:
+            return ""
+        names = [name for name in self.off if name == backend or (backend == "cpu" and name not in switches.BACKENDS)]
+        return "; ".join(f"{name} is switched off by {self.off[name]}" for name in names)
 
     def __eq__(self, other: object) -> bool:
         """Return whether the names are equal and, if `other` has a `kind`, also the kinds."""
@@ -43,7 +55,7 @@ def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
     """Return (field, message) for each feature that `spec` needs and `backend` does not support."""
     missing = spec.features - SUPPORT[backend]
     if backend == "cpu" and native.library() is None:
-        return [("backend", native.MISSING)]
+        return [("backend", native.missing())]
     return [
         (field, f"the {backend} backend does not support {what}")
         for feature in sorted(missing)
@@ -73,7 +85,9 @@ def choose_backend(spec: Spec, available: tuple[str, ...]) -> str:
             raise BackendRenamedError
         if requested not in available:
             why = f": {available.no_triton}" if requested == "triton" and available.no_triton else ""
-            if requested == "cpu" and available.kind == "cpu":
+            if off := available.why_off(requested):
+                why = f": {off}"
+            elif requested == "cpu" and available.kind == "cpu":
                 why = f": {native.MISSING}"
             others = " or ".join(available)
             raise ProblemError([("backend", f"{requested} is not available on this device{why}; use {others}")])

@@ -16,9 +16,11 @@ import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
+from flashpoint_contract.options import Direction
+from flashpoint_kernels.native import switches
 from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
-LEVELS = ("avx2", "avx512", "amx")
+LEVELS = switches.LEVELS[1:]  # the instruction sets of x86-64, lowest first
 FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # environment variable: compute all types in float32, without AMX
 VECTOR = 16  # a row of the partial o of a chunk of keys is padded to a multiple of this number of floats
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
@@ -38,19 +40,28 @@ class Functions(NamedTuple):
 
 
 class Library(NamedTuple):
-    """The kernels for one instruction set: one kernel for bfloat16, and one for other types of q."""
+    """The kernels for one instruction set: one kernel for bfloat16, and one for other types of q.
+
+    `gradients` has the kernels of the gradient if they are of another instruction set (see switches.py).
+    """
 
     bfloat16: Functions
     others: Functions
+    gradients: Library | None = None
 
-    def of(self, q_dtype: str) -> Functions:
-        """Return the functions for a data type of q. The choice depends only on the type and the processor."""
+    def of(self, q_dtype: str, direction: Direction = "forward") -> Functions:
+        """Return the functions for a data type of q and a direction.
+
+        The choice depends only on these, on the processor, and on what is switched off.
+        """
+        if direction == "backward" and self.gradients is not None:
+            return self.gradients.of(q_dtype)
         return self.bfloat16 if q_dtype == "bfloat16" else self.others
 
 
 @cache
 def library() -> Library | None:
-    """Return the library for this processor; None if it was not compiled, or does not support this processor."""
+    """Return the library for this processor; None if it was not compiled, is switched off, or cannot run here."""
     if not (HERE / LIBRARY).exists():
         return None
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
@@ -61,20 +72,40 @@ def library() -> Library | None:
             stacklevel=2,
         )
         return None
-    loaded.flashpoint_level.restype = ctypes.c_char_p
-    best = loaded.flashpoint_level().decode()
-    if best not in LEVELS:
-        return level(best)
-    lower = LEVELS[: LEVELS.index(best) + 1]
+    best = processor_level()
+    levels = LEVELS[: LEVELS.index(best) + 1] if best in LEVELS else (best,)
     if float32_only():
-        lower = tuple(name for name in lower if name != "amx")
-    return next((built for name in reversed(lower) if (built := level(name)) is not None), None)
+        levels = tuple(name for name in levels if name != "amx")
+    built = {name: kernels for name in levels if (kernels := level(name)) is not None}
+    best_of = [switches.allowed(built, direction)[-1:] for direction in switches.DIRECTIONS]
+    if not all(best_of):
+        return None
+    (forward,), (backward,) = best_of
+    return built[forward] if forward == backward else built[forward]._replace(gradients=built[backward])
 
 
-def names() -> dict[str, str]:
+def processor_level() -> str:
+    """Return the highest level that the processor can run, `none` without any. There must be a compiled library."""
+    loaded = ctypes.CDLL(str(HERE / LIBRARY))
+    loaded.flashpoint_level.restype = ctypes.c_char_p
+    found: bytes = loaded.flashpoint_level()
+    return found.decode()
+
+
+def names(direction: Direction = "forward") -> dict[str, str]:
     """Return the name of the kernel for each data type of q, such as `c-amx`; empty without the library."""
     kernels = library()
-    return {} if kernels is None else {name: kernels.of(name).kernel for name in ("float32", "float16", "bfloat16")}
+    if kernels is None:
+        return {}
+    return {name: kernels.of(name, direction).kernel for name in ("float32", "float16", "bfloat16")}
+
+
+def missing() -> str:
+    """Return why there is no `library`."""
+    off = ", ".join(name for name in switches.switched_off() if name not in ("triton", "torch", "tiled"))
+    if off and (HERE / LIBRARY).exists():
+        return f"the kernels in C are switched off: {off}"
+    return MISSING
 
 
 def float32_only() -> bool:
@@ -92,4 +123,4 @@ def level(name: str) -> Library | None:
         return Functions(f"c-{suffix}", *addresses)
 
     kernels = Library(functions(name), functions("avx512" if name == "amx" else name))
-    return kernels if all(f is not None for functions_of_type in kernels for f in functions_of_type) else None
+    return kernels if all(f is not None for each in kernels[:2] for f in each) else None

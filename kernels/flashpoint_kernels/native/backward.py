@@ -231,7 +231,7 @@ class Backward:
     def _function(self) -> Any:
         library = native.library()
         assert library is not None
-        return library.of(native.DTYPES[TYPES[self.t["q"].dtype]]).backward
+        return library.of(native.DTYPES[TYPES[self.t["q"].dtype]], "backward").backward
 
     def _call(self, tasks: array[int]) -> _Call:
         q, v = self.t["q"], self.t["v"]

@@ -53,7 +53,8 @@ _TILE_SCORES = 1 << 18  # maximum scores, of all heads, of sequences that are co
 _FEWEST_QUERIES = 16
 
 
-def forward(problems: Sequence[Problem]) -> None:
+def forward(problems: Sequence[Problem], tile: tuple[int, int] | None = None) -> None:
+    """Compute forwards. `tile` replaces the queries and keys of a tile of one head."""
     for problem in problems:
         problem.clear_outputs()
         for rows, x in _with_queries(problem):
@@ -61,10 +62,11 @@ def forward(problems: Sequence[Problem]) -> None:
                 if problem.spec.has("block_mask"):
                     blocks.forward(problem, rows, x)
                 else:
-                    _forward(Tiles.of(problem, rows, x), x.get("o"), x.get("lse"))
+                    _forward(Tiles.of(problem, rows, x), x.get("o"), x.get("lse"), tile)
 
 
-def backward(problems: Sequence[Problem]) -> None:
+def backward(problems: Sequence[Problem], tile: tuple[int, int] | None = None) -> None:
+    """Compute gradients. `tile`: see `forward`."""
     for problem in problems:
         problem.clear_outputs()
         # dsinks and a broadcast dattn_mask are sums over sequences or heads. They are computed in float32: in the
@@ -86,7 +88,7 @@ def backward(problems: Sequence[Problem]) -> None:
                 if problem.spec.has("block_mask"):
                     blocks.backward(problem, rows, x, outputs)
                 else:
-                    _backward(Tiles.of(problem, rows, x), x, outputs)
+                    _backward(Tiles.of(problem, rows, x), x, outputs, tile)
                 if "dattn_mask" in outputs:
                     problem.put_mask_part(mask, rows, outputs["dattn_mask"])
         for name, total in shared.items():
@@ -111,8 +113,8 @@ def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str,
     return problem.batches(most)
 
 
-def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
-    block_m, block_n = t.block(DROPOUT_FORWARD_TILE if t.dropout_p else FORWARD_TILE)
+def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None, tile: tuple[int, int] | None) -> None:
+    block_m, block_n = t.block(tile or (DROPOUT_FORWARD_TILE if t.dropout_p else FORWARD_TILE))
     memory, room = t.memory(block_m, block_n), t.room(block_m, block_n)
     for i0, i1 in _steps(0, t.q_len, block_m):
         q = t.queries(t.q, i0, i1)
@@ -138,7 +140,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             lse[:, :, i0:i1] = parted((_finite(m) + total.log())[..., 0], 0, t.each)
 
 
-def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
+def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor], tile: tuple[int, int] | None) -> None:
     """Write dq, dk and dv into `out`, and add to its dsinks (Hq,).
 
     Write dattn_mask if it has one element per score; add to it if it is broadcast (n|1, Hq|1, sq|1, sk|1).
@@ -157,7 +159,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     dq = torch.zeros_like(t.q) if "dq" in out else None
     if t.dropout_p:
         do = do / (1.0 - t.dropout_p)  # dropout scales the kept probabilities by this factor
-    block_m, block_n = t.block(DROPOUT_BACKWARD_TILE if t.dropout_p else BACKWARD_TILE)
+    block_m, block_n = t.block(tile or (DROPOUT_BACKWARD_TILE if t.dropout_p else BACKWARD_TILE))
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
     room = t.room(block_m, block_n)
     other_memory = memory if room is None else torch.empty_like(memory)
@@ -172,15 +174,15 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 out["dattn_mask"][:, :, unseen, j0:j1] = 0.0
         for i0, i1 in _steps(first, end, block_m):
             q, do_i = t.queries(t.q, i0, i1), t.queries(do, i0, i1)
-            tile = (*q.shape[:2], j1 - j0)
+            shape = (*q.shape[:2], j1 - j0)
             s, tanh = t.scores(q, i0, i1, j0, j1, memory, tangents)
             p = s.sub_(lse[:, i0:i1]).exp_()
             kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, shaped(other_memory, p.shape))
             if "dv" in out:
-                add_product(dv, kept.view(tile).mT, do_i)
+                add_product(dv, kept.view(shape).mT, do_i)
             if not out.keys() & {"dq", "dk", "dattn_mask"}:
                 continue
-            dp = product(do_i, v.mT, shaped(more, tile)).view(s.shape)
+            dp = product(do_i, v.mT, shaped(more, shape)).view(s.shape)
             if room is None:
                 ds = dp.sub_(delta[:, i0:i1]).mul_(p)
             else:
@@ -194,9 +196,9 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             if tanh is not None:
                 torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=ds)
             if dq is not None:
-                dq[:, :, i0:i1] += product(ds.view(tile), k).view(*dq.shape[:2], i1 - i0, -1)
+                dq[:, :, i0:i1] += product(ds.view(shape), k).view(*dq.shape[:2], i1 - i0, -1)
             if "dk" in out:
-                add_product(dk, ds.view(tile).mT, q)  # q contains the scale, divided by softcap
+                add_product(dk, ds.view(shape).mT, q)  # q contains the scale, divided by softcap
         if t.softcap:
             dk.mul_(t.softcap)
         for name, grad in (("dk", dk), ("dv", dv)):

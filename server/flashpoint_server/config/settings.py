@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from flashpoint_contract import wire
 from flashpoint_contract.options import NAME
 from flashpoint_contract.wording.hints import how_to_install
+from flashpoint_kernels.native import switches
 from flashpoint_server.config import key_file, tls
 from flashpoint_server.config.content import content
 from flashpoint_server.config.hosts import host_name
@@ -69,6 +70,8 @@ class Settings(BaseSettings):
     """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
     cpu_float32: bool = False
     """compute bfloat16 on the CPU in float32, without AMX: slower, with equal bits on all processors with AVX-512"""
+    kernels_off: Annotated[tuple[str, ...], NoDecode] = ()
+    """comma-separated kernels that must not be used, such as amx.backward, avx512 or tiled (docs/operating.md)"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """number of HTTP processes on the port. They share all limits"""
 
@@ -176,6 +179,11 @@ class Settings(BaseSettings):
     def rereads(self) -> bool:
         """Return whether there are files that SIGHUP makes the server read again."""
         return self.api_keys_file is not None or self.tls_cert is not None
+
+    @field_validator("kernels_off", mode="before")
+    @classmethod
+    def _known_kernels(cls, value: object) -> object:
+        return switches.parse(value) if isinstance(value, str) else value
 
     @field_validator("api_keys", "cors_origins", "allowed_hosts", mode="before")
     @classmethod

@@ -1,25 +1,34 @@
-"""The start of a device: check its backends against the float64 reference, and measure their rates."""
+"""The start of a device: compare its kernels with exact answers, switch off those that are wrong, measure the rates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import msgspec
 import structlog
 import torch
-from torch import Tensor
 
 from flashpoint_contract.options import Options
-from flashpoint_kernels import Problem, run, triton_backend
+from flashpoint_kernels import Problem, native, triton_backend
 from flashpoint_kernels.dispatching import calibration
+from flashpoint_kernels.dispatching.dispatch import run_part
+from flashpoint_kernels.dispatching.support import unsupported
+from flashpoint_kernels.problems.problem import DTYPE_NAMES
+from flashpoint_kernels.tiled_backend import tiles
+from flashpoint_server.engine.checks import cases, problems
+from flashpoint_server.engine.checks.exact import Case
 from flashpoint_server.engine.execution.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-# Bounds of the relative error of correct results: rounding errors reach only 1/20 of them.
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-
 _PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
+_BLOCKS = {"c-amx": (128, 128)}  # queries and keys of the largest block of the gradients in C; else of the others:
+_BLOCK = (64, 128)
+_TILE = (16, 16)  # queries and keys of a tile, for the check of `tiled`
+_FEW = 12  # problems for `reference`, of which each takes 3 ms
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def start(name: str) -> TorchDevice:
@@ -36,22 +45,51 @@ def may_pass(error: Exception) -> bool:
 
 
 def check_backends(device: TorchDevice) -> None:
-    """Check the forward and the gradients of every backend against the float64 reference on this device.
+    """Compare every kernel of this device with exact answers, and switch off those that are wrong.
 
-    A compiler may have produced wrong code. Raises RuntimeError, which names the backend that is wrong.
+    A compiler may have made wrong code. The next lower level replaces a kernel in C, and the next backend replaces a
+    backend. Raises RuntimeError if no backend is right but `reference`, or if `reference` is wrong.
     """
-    name = device.info.name
-    for backend in device.info.backends:
-        for dtype, bound in BOUNDS.items() if backend != "reference" else ():
-            for tensor, error in _errors(name, backend, dtype).items():
-                if not error <= bound:
-                    raise RuntimeError(
-                        f"the {backend} backend disagrees with the reference on {name}: "
-                        f"{tensor} in {dtype} is off by {error:.3g} of its largest value"
-                    )
-    if not device.is_cpu:
-        _warm(name)
+    if device.is_cpu:
+        _check_cpu(device)
+    else:
+        _check_gpu(device)
+    some = solved(list(cases.cases(*_TILE))[:_FEW])
+    if wrong := _first(_wrong(some, [torch.float32], device.info.name, "reference")):
+        raise RuntimeError(f"the backend reference computes wrongly on {device.info.name}: {wrong}")
+    if set(device.info.backends) <= {"reference"}:
+        raise RuntimeError(f"no backend computes rightly on {device.info.name}: {device.info.kernels_off}")
     device.empty_cache()
+
+
+def _check_cpu(device: TorchDevice) -> None:
+    if "cpu" in device.info.backends:
+        blocks = _BLOCKS.get(device.info.gradient_kernels["bfloat16"], _BLOCK)
+        each, every = solved(cases.cases(*blocks)), solved(cases.cuts(*blocks))
+        while "cpu" in device.info.backends and (wrong := _wrong_in_c(each, every)):
+            _switch_off(device, wrong)
+    if "tiled" in device.info.backends:
+        each = solved(cases.cases(*_TILE))
+        found = (_wrong(each[n :: len(DTYPES)], [dtype], "cpu", "tiled") for n, dtype in enumerate(DTYPES))
+        _check(device, "tiled", (wrong for one in found for wrong in one))
+    if "triton" in device.info.backends:  # under Triton's interpreter, which takes a second for one small problem
+        _check(device, "triton", _wrong(solved([cases.small()]), DTYPES[::2], "cpu", "triton"))
+
+
+def _check_gpu(device: TorchDevice) -> None:
+    every = solved(cases.compiled())
+    for backend in device.info.backends:
+        if backend == "reference":
+            continue
+        if backend == "triton":
+            try:
+                _warm(device.info.name)
+            except Exception as error:
+                if may_pass(error):
+                    raise
+                _switch_off(device, {backend: f"they do not compile: {error}"})
+                continue
+        _check(device, backend, _wrong(every, DTYPES, device.info.name, backend))
 
 
 def calibrate(device: TorchDevice) -> None:
@@ -68,25 +106,90 @@ def calibrate(device: TorchDevice) -> None:
     log.debug("calibrated", rates={name: one._asdict() for name, one in rates.items()})
 
 
-def _errors(device: str, backend: str, dtype: torch.dtype) -> dict[str, float]:
-    """Return the error of each answer, relative to its largest value, on a small causal problem with GQA."""
-    generator = torch.Generator().manual_seed(7)
-    shapes = {"q": (2, 4, 37, 16), "k": (2, 2, 53, 16), "v": (2, 2, 53, 16), "do": (2, 4, 37, 16)}
-    tensors = {n: torch.randn(s, generator=generator).to(device, dtype) for n, s in shapes.items()}
-    options = Options(causal=True, return_lse=True)
+def solved(some: Iterable[Case]) -> list[Case]:
+    """Return the cases with their exact answers."""
+    every = list(some)
+    for case in every:
+        case.solve()
+    return every
 
-    def answers(backend: str) -> dict[str, Tensor]:
-        forward = Problem.create({n: tensors[n] for n in ("q", "k", "v")}, options)
-        run([forward], backend)
-        backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
-        run([backward], backend)
-        return {**forward.outputs, **backward.outputs}
 
-    truth = answers("reference")
-    return {
-        n: ((t.double() - truth[n].double()).abs().max() / truth[n].double().abs().max()).item()
-        for n, t in answers(backend).items()
-    }
+def _in_turn(each: Sequence[Case], dtype: torch.dtype) -> Sequence[Case]:
+    """Return the cases for a data type: those without options or with one, and every third of the pairs of options."""
+    alone = [case for case in each if "+" not in case.name]
+    return [*alone, *[case for case in each if "+" in case.name][DTYPES.index(dtype) :: len(DTYPES)]]
+
+
+def _wrong_in_c(each: Sequence[Case], every: Sequence[Case]) -> dict[str, str]:
+    """Return the kernels in C that compute wrongly, each with the first answer that is wrong.
+
+    A data type computes `every` case, and those of `each` that are its turn: the types share all code but the loads. It
+    computes all of `each` if it has a kernel of its own.
+    """
+    library, wrong = native.library(), {}
+    assert library is not None
+    for dtype, direction in product(DTYPES, ("forward", "backward")):
+        level = library.of(DTYPE_NAMES[dtype], direction).kernel.removeprefix("c-")  # type: ignore[arg-type]
+        name = f"{level}.{direction}"
+        own = library.of("bfloat16", direction).kernel != library.of("float16", direction).kernel  # type: ignore[arg-type]
+        turn = each if own and dtype == torch.bfloat16 else _in_turn(each, dtype)
+        if name not in wrong and (found := _first(_wrong([*turn, *every], [dtype], "cpu", "cpu", [direction]))):
+            wrong[name] = found
+    return wrong
+
+
+def _wrong(
+    every: Iterable[Case], dtypes: Sequence[torch.dtype], device: str, backend: str,
+    directions: Sequence[str] = ("forward", "backward"),
+) -> Iterator[str]:  # fmt: skip
+    """Run the cases, and yield a sentence for each answer that is wrong, and for each failed call.
+
+    If the backend keeps prepared calls for a problem, they also run with other numbers.
+    """
+    for case, dtype, direction in product(every, dtypes, directions):
+        if direction == "backward" and case.do is None:
+            continue
+        make = problems.forward_of if direction == "forward" else problems.backward_of
+        about = f"of {case.name} in {DTYPE_NAMES[dtype]}"
+        try:
+            problem = replace(make(case, dtype, device), threads=case.threads)
+            if unsupported(backend, problem.spec):
+                continue
+            _run(problem, backend)
+            ratios = [*problems.errors(case, problem)]
+            if problem.calls:
+                problems.change_signs(problem)
+                _run(problem, backend)
+                ratios += problems.errors(case, problem, changed=True)
+        except Exception as error:
+            if may_pass(error):
+                raise
+            yield f"{direction} {about} fails: {type(error).__name__}: {error}"
+            continue
+        yield from (f"{name} {about} is off by {ratio:.3g} times its bound" for name, ratio in ratios if not ratio <= 1)
+
+
+def _first(found: Iterator[str]) -> str | None:
+    return next(found, None)
+
+
+def _check(device: TorchDevice, backend: str, found: Iterator[str]) -> None:
+    if wrong := _first(found):
+        _switch_off(device, {backend: wrong})
+
+
+def _switch_off(device: TorchDevice, wrong: dict[str, str]) -> None:
+    for name, reason in wrong.items():
+        log.error("kernel switched off", kernel=name, reason=reason, device=device.info.name)
+    device.switch_off({name: f"the check at the engine's start: {reason}" for name, reason in wrong.items()})
+
+
+def _run(problem: Problem, backend: str) -> None:
+    if backend == "tiled" and problem.device.type == "cpu":
+        with torch.no_grad():
+            (tiles.forward if problem.spec.direction == "forward" else tiles.backward)([problem], _TILE)
+    else:
+        run_part(problem, backend)
 
 
 def _warm(device: str) -> None:

@@ -392,6 +392,10 @@ class Engines:
         """Return name and process id of each engine whose device is known; the id is 0 if the engine has died."""
         return (engine.process for engine in self._engines if engine.device)
 
+    def kernels_off(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Return name and switched-off kernels of each ready engine."""
+        return ((engine.process[0], engine.device.kernels_off) for engine in self._ready() if engine.device)
+
     def _ready(self) -> list[Engine]:
         return [engine for engine in self._engines if engine.state is State.READY]
 

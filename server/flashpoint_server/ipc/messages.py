@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from flashpoint_contract.options import Direction
 from flashpoint_kernels.dispatching.support import Backends
 from flashpoint_kernels.problems.cost import Rates
 from flashpoint_server.ipc.bodies import Body, CacheShape, PlacedTensor, encode
@@ -132,8 +133,9 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     `backends` have passed the self-test. `speed` is that of a matrix product on all cores, in FLOP/s. `rates` has the
     costs in seconds of each backend's work on one core, or on the GPU. `cores` is the number of cores that work in
     parallel; 1 for a GPU. `no_triton` says why Triton is not among the backends. `kernels` names the kernels in C, by
-    the data type of q; a CPU without them has `no_kernels`, which says what to install. `no_gpu` says why a CPU was
-    chosen with a torch that is built for GPUs.
+    the data type of q, and `gradient_kernels` those of gradients; a CPU without them has `no_kernels`, which says what
+    to install. `kernels_off` has what is switched off, each name with the reason. `no_gpu` says why a CPU was chosen
+    with a torch that is built for GPUs.
     """
 
     name: str
@@ -145,18 +147,28 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     cores: int = 1
     no_triton: str = ""
     kernels: dict[str, str] = {}
+    gradient_kernels: dict[str, str] = {}
+    kernels_off: dict[str, str] = {}
     no_kernels: str = ""
     no_gpu: str = ""
 
     @property
     def choices(self) -> Backends:
         """The backends in the form that `choose_backend` expects."""
-        return Backends(self.backends, self.name.partition(":")[0], self.no_triton)
+        return Backends(self.backends, self.name.partition(":")[0], self.no_triton, self.kernels_off)
+
+    def kernel(self, dtype: str, direction: Direction) -> str | None:
+        """Return the name of the kernel in C for a data type of q and a direction; None without one."""
+        return (self.gradient_kernels if direction == "backward" else self.kernels).get(dtype)
 
     @property
     def logged(self) -> dict[str, object]:
         """The fields of the log line that reports a ready engine."""
-        return {"device": self.name, "title": self.title, "backends": self.backends, "kernels": self.kernels}
+        about: dict[str, object] = {"device": self.name, "title": self.title, "backends": self.backends}
+        about |= {"kernels": self.kernels}
+        if self.kernels_off:
+            about |= {"gradient_kernels": self.gradient_kernels, "kernels_off": self.kernels_off}
+        return about
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

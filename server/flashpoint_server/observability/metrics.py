@@ -18,6 +18,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from flashpoint_kernels.native import switches
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, Done, Holding
@@ -96,6 +97,10 @@ class Metrics(Listener):
         }
         limit = "Limit in bytes for KV caches and saved forwards in an engine"
         self._cache_limit = gauge("cache_limit_bytes", limit, "livemax", "engine")
+        self._off = gauge(
+            "kernels_off", "1 for a kernel or backend that is switched off; by: setting or check", "livemax", "engine",
+            "kernel", "by",
+        )  # fmt: skip
         self._restarts = counter("engine_restarts", "Engine restarts")
         self._splits = counter("out_of_memory_splits", "Batches split in two because memory ran out")
 
@@ -196,6 +201,11 @@ class Metrics(Listener):
     def cache_limit(self, engine: str, nbytes: int) -> None:
         """Set the metric of how many bytes of KV caches and saved forwards an engine may hold."""
         self._cache_limit.labels(engine).set(nbytes)
+
+    def kernels_off(self, engine: str, off: Mapping[str, str]) -> None:
+        """Set the metric of the kernels that are switched off in an engine."""
+        for name, reason in off.items():
+            self._off.labels(engine, name, "setting" if reason == switches.SETTING else "check").set(1)
 
     def lost(self, engine: Engine) -> None:
         self._restarts.inc()

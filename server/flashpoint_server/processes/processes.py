@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import structlog
 
 from flashpoint_kernels import native
+from flashpoint_kernels.native import switches
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.processes.parent import CANNOT_WORK
 
@@ -148,7 +149,7 @@ async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIter
     `Engines.connect` takes the addresses. `module` is the module that the processes run; tests use one with faults.
     """
     environment = ENGINE_VARIABLES | os.environ  # the operator's values win
-    environment |= {native.FLOAT32: str(settings.cpu_float32)}
+    environment |= {native.FLOAT32: str(settings.cpu_float32), switches.VARIABLE: ",".join(settings.kernels_off)}
     async with AsyncExitStack() as inside:
         addresses = []
         for device in await devices(settings.device):

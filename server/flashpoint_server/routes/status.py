@@ -53,6 +53,13 @@ class Info(BaseModel):
         description="The CPU kernels in C of the backend `cpu`, by the data type of q.",
         examples=[{"bfloat16": "c-amx"}],
     )
+    gradient_kernels: dict[str, str] = Field(
+        description="The kernels in C of gradients, by the data type of q.", examples=[{"bfloat16": "c-avx512"}]
+    )
+    kernels_off: dict[str, str] = Field(
+        description="The kernels and backends that are switched off, each with the reason.",
+        examples=[{"amx.backward": "the setting FLASHPOINT_KERNELS_OFF"}],
+    )
     missing: list[str] = Field(
         description="Sentences that say which part is missing on this device, and how to install it."
     )
@@ -103,6 +110,8 @@ def router(service: Service) -> APIRouter:
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
             kernels=device.kernels if device else {},
+            gradient_kernels=device.gradient_kernels if device else {},
+            kernels_off=device.kernels_off if device else {},
             missing=[*filter(None, (device.no_triton, device.no_kernels, device.no_gpu))] if device else [],
             options={name: sorted(SUPPORT[name]) for name in backends} if device else {},
             load={"requests": int(sum(service.counts.requests)), "bytes": int(sum(service.counts.bytes))},

@@ -168,7 +168,7 @@ def info() -> dict[str, Any]:
     name = _device()
     described, backends = describe(name), available_backends(name)
     kernels = native.names() if name == "cpu" else {}
-    no_kernels = native.MISSING if name == "cpu" and not kernels else ""
+    no_kernels = native.missing() if name == "cpu" and not kernels else ""
     return {
         "name": "flashpoint",
         "version": described["flashpoint"],

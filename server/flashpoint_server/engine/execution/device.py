@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import structlog
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from flashpoint_contract.options import Options, ProblemError
@@ -25,6 +26,7 @@ from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Row
 from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
 from flashpoint_kernels import Problem, available_backends, native, run, triton_backend
+from flashpoint_kernels.dispatching import dispatch
 from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.problems.problem import DTYPES, check_scales
 from flashpoint_kernels.problems.reproducible import CORES, split
@@ -110,13 +112,9 @@ class TorchDevice:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if requested == "auto" else requested
         if not name.startswith("cuda"):
             speed = _speed("cpu") * CORES
-            kernels = native.names()
-            return cls(
-                DeviceInfo(
-                    "cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES, kernels=kernels,
-                    no_kernels="" if kernels else native.MISSING, no_gpu=local.no_gpu() if requested == "auto" else "",
-                )
-            )  # fmt: skip
+            no_gpu = local.no_gpu() if requested == "auto" else ""
+            info = DeviceInfo("cpu", device_name("cpu"), _ram(), (), speed, cores=CORES, no_gpu=no_gpu)
+            return cls(with_kernels(info))
         if not torch.cuda.is_available():
             raise DeviceMissingError(
                 f"device {requested} is not available: torch finds no CUDA device; set --device cpu"
@@ -127,9 +125,12 @@ class TorchDevice:
         properties = torch.cuda.get_device_properties(name)
         device = torch.device(name)
         name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
-        backends = available_backends(name)
-        memory, speed = properties.total_memory, _speed(name)
-        return cls(DeviceInfo(name, properties.name, memory, backends, speed, no_triton=backends.no_triton))
+        return cls(with_kernels(DeviceInfo(name, properties.name, properties.total_memory, (), _speed(name))))
+
+    def switch_off(self, found: Mapping[str, str]) -> None:
+        """Switch kernels or backends off, each name (native/switches.py) with its reason."""
+        dispatch.switch_off(found)
+        self.info = with_kernels(self.info)
 
     def pin(self, memory: mmap.mmap) -> None:
         """Lock shared memory for a GPU's copy engine; `unpin` it before it is unmapped. Does nothing on the CPU.
@@ -431,6 +432,17 @@ class TorchDevice:
             else:
                 self._memory = torch.cuda.memory_reserved(self.info.name)
         return self._memory
+
+
+def with_kernels(info: DeviceInfo) -> DeviceInfo:
+    """Return `info` with the backends and kernels that are available now."""
+    backends = available_backends(info.name)
+    in_c = {"kernels": native.names(), "gradient_kernels": native.names("backward")} if info.name == "cpu" else {}
+    no_kernels = "" if info.name != "cpu" or in_c["kernels"] else native.missing()
+    return replace_fields(
+        info, backends=backends, no_triton=backends.no_triton, kernels_off=dict(backends.off), no_kernels=no_kernels,
+        **in_c,
+    )  # fmt: skip
 
 
 _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

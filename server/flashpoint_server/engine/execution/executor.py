@@ -270,7 +270,7 @@ class Executor:
         """
         body, spec = request.attention, request.spec
         metadata: dict[str, Any] = {"backend": body.backend}
-        if body.backend == "cpu" and (kernel := self.device.info.kernels.get(spec.dtype)):
+        if body.backend == "cpu" and (kernel := self.device.info.kernel(spec.dtype, spec.direction)):
             metadata["kernel"] = kernel
         if spec.options.dropout_p:
             metadata["dropout_seed"] = request.seed
