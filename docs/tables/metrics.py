@@ -59,6 +59,8 @@ def _values() -> dict[str, str]:
         return ", ".join(f"`{value}`" for value in values)
 
     return {
+        "by": "`setting` (`--kernels-off`) or `check` (the one at an engine's start)",
+        "kernel": "names of `--kernels-off`, such as `amx.backward` or `tiled`",
         "route": "the path of a call, with `*` for an id, such as `/caches/*/append`; `other`: pages, probes, "
         f"benchmarks and unknown paths; `{MALFORMED}`: a request that is not HTTP. Inference over gRPC is "
         "`/inference.GRPCInferenceService/ModelInfer`, and its other methods their path under `/v2`",

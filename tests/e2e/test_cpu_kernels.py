@@ -13,8 +13,10 @@ import torch
 import flashpoint_kernels
 from flashpoint import Client
 from flashpoint_kernels import native
+from flashpoint_kernels.native import switches
 from flashpoint_server.engine.benchmarks.local import no_gpu
-from tests.support.messages import JSON, ask, message, normal, post, problem
+from tests.support import oracle
+from tests.support.messages import JSON, ask, message, normal, post, problem, read_metrics
 from tests.support.servers import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels are the CPU's")
@@ -75,6 +77,30 @@ def test_prefill_decode_verification_and_forks_give_a_row_the_same_bits(server, 
             for row in range(start, length, 5):  # five rows a call, as in speculative decoding
                 check(fork.attention(*(t[:, :, row : row + 5] for t in (q, k, v)), **options), row, row + 5)
             fork.delete()
+
+
+def test_a_kernel_that_is_switched_off_is_replaced_and_every_surface_says_so(start_server):
+    best = native.names("backward")["bfloat16"].removeprefix("c-")
+    off = start_server(kernels_off=f"{best}.backward,tiled")
+    info = off.get("/info")[1]
+    assert info["kernels_off"] == dict.fromkeys((f"{best}.backward", "tiled"), switches.SETTING)
+    assert info["backends"] == ["cpu", "reference"]
+    assert info["kernels"] == native.names()
+    lower = info["gradient_kernels"]["bfloat16"]
+    assert lower in [f"c-{level}" for level in switches.LEVELS[: switches.LEVELS.index(best)]]
+    assert off.wait_for_line(lambda line: line.get("event") == "ready")["kernels_off"] == info["kernels_off"]
+    t = tensors(torch.bfloat16)
+    assert post(off, "/attention", message({n: t[n] for n in "qkv"})).headers["x-kernel"] == info["kernels"]["bfloat16"]
+    gradients = post(off, "/attention/grad", message(t))
+    assert gradients.headers["x-kernel"] == gradients.metadata["kernel"] == lower
+    exact = oracle.answer(t, {})
+    for name in ("dq", "dk", "dv"):
+        oracle.close(gradients.tensors[name], exact[name], bound=0.02)
+    document = json.dumps(json.loads(SMALL) | {"backend": "tiled"}).encode()
+    refused = problem(post(off, "/attention", document, JSON), 422, "invalid_request")
+    assert "tiled is switched off by the setting FLASHPOINT_KERNELS_OFF" in refused["errors"][0]["msg"]
+    gauge = f'flashpoint_kernels_off{{by="setting",engine="engine-cpu",kernel="{best}.backward"}}'
+    assert read_metrics(off)[gauge] == 1
 
 
 @pytest.mark.slow

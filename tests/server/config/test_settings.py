@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import SettingError, load
@@ -36,3 +37,9 @@ def test_bytes_may_have_a_unit():
         for wrong in ("4GB", "4g", "many", "-1MiB", "1.5GiB", ""):
             with pytest.raises(SettingError, match=f"must be bytes, such as 4294967296 or 4GiB, not '{wrong}'"):
                 load({name: wrong}, environment={})
+
+
+def test_kernels_that_are_switched_off_must_exist():
+    assert Settings(kernels_off=" amx.backward,tiled").kernels_off == ("amx.backward", "tiled")
+    with pytest.raises(ValidationError, match=r"contains 'amx.back'; give names among triton, cpu, .*amx.backward"):
+        Settings(kernels_off="amx.back,tiled")
