@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import torch
 
 from flashpoint_kernels import available_backends, native
 from flashpoint_kernels.cpu_backend import forward as forward_in_c
@@ -158,7 +160,7 @@ def test_a_wrong_reference_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_range_of_keys_that_left_its_block_is_found(
     faulty: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The gradient for AMX, its tiles in C, wrote zeros past a block's keys until 0.3: dv was wrong for some windows."""
+    """The gradient for AMX, its tiles in C, wrote zeros past a block's keys until 0.3: dv was wrong."""
     monkeypatch.setattr(native, "processor_level", lambda: "amx")
     level, tiled = native.level, as_amx(tmp_path, faulty=faulty)
     monkeypatch.setattr(native, "level", lambda name: tiled if name == "amx" else level(name))
