@@ -8,6 +8,8 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import structlog
+
 from flashpoint_server.access.admission import Admission
 from flashpoint_server.access.cache_ids import CacheIds
 from flashpoint_server.access.keys import Caller, Keyring
@@ -30,6 +32,8 @@ from flashpoint_server.refusal import Refusal
 if TYPE_CHECKING:
     from flashpoint_server.observability.traces import Traces
 
+log = structlog.stdlib.get_logger("flashpoint.service")
+
 REPORT_SECONDS = 1.0  # seconds between two calls of `report`; each scrape of the metrics also calls it
 
 
@@ -45,8 +49,11 @@ class Service:
         if settings.otlp_endpoint:
             from flashpoint_server.observability.traces import Traces  # needs the packages of the extra `otel`
 
-            self.traces = Traces(settings.otlp_endpoint)
-            engines.listeners.append(self.traces)
+            try:
+                self.traces = Traces(settings.otlp_endpoint)
+                engines.listeners.append(self.traces)
+            except ValueError as error:
+                log.error("no traces", error=str(error), advice="correct OpenTelemetry's variables (OTEL_…)")
         self.counts = Counts(shared)
         self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)

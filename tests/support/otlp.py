@@ -12,10 +12,14 @@ from tests.support.servers import wait_for
 
 
 class Receiver:
-    """A receiver of OTLP over HTTP on a port of 127.0.0.1; `spans` has the received spans."""
+    """A receiver of OTLP over HTTP on a port of 127.0.0.1.
+
+    `spans` has the received spans, and `resources` the attributes of the resource of each, by span id.
+    """
 
     def __init__(self):
         self.spans = []
+        self.resources = {}
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -23,8 +27,9 @@ class Receiver:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                     names = {a.key: a.value.string_value for a in resource.resource.attributes}
-                    assert names["service.name"] == "flashpoint"
-                    receiver.spans += [span for scope in resource.scope_spans for span in scope.spans]
+                    spans = [span for scope in resource.scope_spans for span in scope.spans]
+                    receiver.resources.update((span.span_id, names) for span in spans)
+                    receiver.spans += spans
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/x-protobuf")

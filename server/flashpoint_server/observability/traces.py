@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry, sent to `--otlp-endpoint`.
+"""Spans for OpenTelemetry, sent to `--otlp-endpoint`. OpenTelemetry's variables (OTEL_…) apply, through its SDK.
 
 Spans are made after the answer was sent, from times that are measured anyway: one span for the request, with a child
 span for each stage, and a link to the span of its launch. A launch is a batch that an engine computes. It has a trace
@@ -8,50 +8,77 @@ every HTTP process can make the link.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import structlog
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.propagators.textmap import TextMapPropagator
+from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_EXPORTER_OTLP_TRACES_TIMEOUT
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+from opentelemetry.trace import Link, SpanContext, SpanKind, StatusCode, TraceFlags, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import Done
 
-EXPORT_SECONDS = 5.0  # maximum seconds of one export, including the last one when the process ends
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+EXPORT_SECONDS = 5.0  # maximum seconds of one export, unless one of TIMEOUTS is set
+TIMEOUTS = (OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_EXPORTER_OTLP_TRACES_TIMEOUT)
+LAST_EXPORT = 3.0  # maximum seconds for the remaining spans, when the process ends
+STEP = 1_000_000  # nanoseconds; `time.time` and `time.perf_counter` drift apart by more only if the clock was set
+_MIXER = 0x9E3779B97F4A7C15F39CC0605CEDC835  # odd; spreads the trace ids of launches, by which samplers choose
+
+log = structlog.stdlib.get_logger("flashpoint.traces")
+
+
+class _LaunchIds(IdGenerator):
+    """Generates the ids of the launch `number`, which the caller sets."""
+
+    number = 0
+
+    def generate_trace_id(self) -> int:
+        return self.number * _MIXER % (1 << 128)
+
+    def generate_span_id(self) -> int:
+        return self.number
 
 
 class Traces(Listener):
-    """Exports the spans of one application. `close` sends the remaining spans."""
+    """Exports the spans of one application. `close` sends the remaining spans. ValueError means wrong variables."""
 
     def __init__(self, endpoint: str) -> None:
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS))
-        self._resource = Resource.create({"service.name": "flashpoint", "service.version": version("flashpoint")})
-        self._scope = InstrumentationScope("flashpoint", version("flashpoint"))
-        self._ids = RandomIdGenerator()
-        self._context = TraceContextTextMapPropagator()
-        self._epoch = time.time_ns() - time.perf_counter_ns()  # converts `time.perf_counter` to Unix time
+        timeout = None if any(map(os.environ.get, TIMEOUTS)) else EXPORT_SECONDS
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=timeout))
+        ours = {"service.name": "flashpoint", "service.version": version("flashpoint")}
+        self._resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
+        self._launch_ids = _LaunchIds()
+        self._requests, self._launches = self._tracer(RandomIdGenerator()), self._tracer(self._launch_ids)
+        self._propagator = _propagator()
+        self._epoch = 0  # nanoseconds that convert `time.perf_counter` to Unix time
+
+    def _tracer(self, ids: IdGenerator) -> Tracer:
+        provider = TracerProvider(resource=self._resource, id_generator=ids, shutdown_on_exit=False)
+        provider.add_span_processor(self._processor)
+        return provider.get_tracer("flashpoint", version("flashpoint"))
 
     def close(self) -> None:
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Send the remaining spans, in at most LAST_EXPORT seconds. The SDK would wait for half a minute."""
+        sending = threading.Thread(target=self._processor.shutdown, name="flashpoint-traces", daemon=True)
+        sending.start()
+        sending.join(LAST_EXPORT)
 
     def request(self, exchange: Exchange, route: str) -> None:
-        """Export the spans of a request that has ended, unless the caller's `traceparent` is not sampled."""
-        above = get_current_span(self._context.extract(exchange.headers)).get_span_context()
-        if above.is_valid and not above.trace_flags.sampled:
-            return
+        """Export the spans of a request that has ended, if the sampler chooses it."""
+        self._follow_clock()
         ended = time.perf_counter()
-        trace = above.trace_id if above.is_valid else self._ids.generate_trace_id()
-        mine = self._new(trace)
         attributes: dict[str, Any] = {
             "http.request.method": exchange.method,
             "http.route": route,
@@ -65,19 +92,30 @@ class Traces(Listener):
         links = []
         if (way := exchange.way) is not None:
             attributes |= {"flashpoint.backend": way.backend, "flashpoint.batch_size": way.batch_size}
-            links = [Link(_launch(way.launch))]
+            links = [Link(self._launch(way.launch))]
+        span = self._requests.start_span(
+            f"{exchange.method} {route}",
+            self._propagator.extract(exchange.headers, Context()),
+            SpanKind.SERVER,
+            attributes,
+            links,
+            self._unix(exchange.arrived),
+        )
+        if not span.is_recording():
+            return
         assert exchange.status is not None  # set, because the request has ended
-        failed = Status(StatusCode.ERROR if exchange.status >= 500 else StatusCode.UNSET)
-        name = f"{exchange.method} {route}"
-        parent = above if above.is_valid else None
-        self._tell(name, mine, parent, exchange.arrived, ended, attributes, links, SpanKind.SERVER, failed)
+        if exchange.status >= 500:
+            span.set_status(StatusCode.ERROR)
+        span.end(self._unix(ended))
+        inside = set_span_in_context(span, Context())
         for part, (began, end) in (way.timings.spans() if way is not None else {}).items():
-            self._tell(part, self._new(trace), mine, began, end)
+            self._requests.start_span(part, inside, start_time=self._unix(began)).end(self._unix(end))
 
     def computed(self, engine: Engine, done: Done) -> None:
         """Export the span of a launch, once: only one request of each launch has `done.batch`."""
         if (batch := done.batch) is None:
             return
+        self._follow_clock()
         attributes = {
             "flashpoint.backend": done.metadata["backend"],
             "flashpoint.batch_size": done.batch_size,
@@ -85,25 +123,33 @@ class Traces(Listener):
             "flashpoint.padding_saved_flops": batch.padding,
             "flashpoint.fill": batch.fill,
         }
-        self._tell("launch", _launch(done.launch), None, done.began, done.ended, attributes)
+        self._launch_ids.number = done.launch
+        span = self._launches.start_span("launch", Context(), attributes=attributes, start_time=self._unix(done.began))
+        span.end(self._unix(done.ended))
 
-    def _new(self, trace: int) -> SpanContext:
-        return SpanContext(trace, self._ids.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
+    def _launch(self, number: int) -> SpanContext:
+        """Return the context of a launch's span."""
+        ids = self._launch_ids
+        ids.number = number
+        sampled = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(ids.generate_trace_id(), ids.generate_span_id(), is_remote=True, trace_flags=sampled)
 
-    def _tell(
-        self, name: str, context: SpanContext, parent: SpanContext | None, began: float, ended: float,
-        attributes: Mapping[str, Any] | None = None, links: Sequence[Link] = (), kind: SpanKind = SpanKind.INTERNAL,
-        status: Status | None = None,
-    ) -> None:  # fmt: skip
-        """Export a span. Times are in `time.perf_counter` seconds."""
-        span = ReadableSpan(
-            name, context, parent, self._resource, attributes, links=links, kind=kind,
-            instrumentation_scope=self._scope, status=status or Status(),
-            start_time=self._epoch + round(began * 1e9), end_time=self._epoch + round(ended * 1e9),
-        )  # fmt: skip
-        self._processor.on_end(span)
+    def _follow_clock(self) -> None:
+        """Convert times by the present system clock. Small differences are noise, and would tear spans apart."""
+        epoch = time.time_ns() - time.perf_counter_ns()
+        if abs(epoch - self._epoch) > STEP:
+            self._epoch = epoch
+
+    def _unix(self, seconds: float) -> int:
+        """Return a time of `time.perf_counter` in nanoseconds of Unix time."""
+        return self._epoch + round(seconds * 1e9)
 
 
-def _launch(number: int) -> SpanContext:
-    """Return the context of a launch's span: the span id is the launch number; the trace id is the number twice."""
-    return SpanContext(number << 64 | number, number, is_remote=True, trace_flags=_SAMPLED)
+def _propagator() -> TextMapPropagator:
+    """Return the propagator that OTEL_PROPAGATORS names; W3C Trace Context if one of its names is not known."""
+    try:
+        from opentelemetry.propagate import get_global_textmap
+    except ValueError as error:
+        log.warning("traceparent alone is read", error=str(error))
+        return TraceContextTextMapPropagator()
+    return get_global_textmap()

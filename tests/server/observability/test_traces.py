@@ -2,6 +2,12 @@
 
 import concurrent.futures
 import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +17,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 
 import flashpoint
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.observability import traces
 from tests.support.messages import ask, message, normal, post
 from tests.support.servers import wait_for
 from tests.support.sockets import send
@@ -55,19 +63,19 @@ def test_a_request_and_the_parts_of_its_way_are_in_the_callers_trace(server, rec
 
 
 def test_requests_that_share_a_launch_link_to_its_span(gated, receiver):
-    traces = [os.urandom(16).hex() for _ in range(2)]
+    ids = [os.urandom(16).hex() for _ in range(2)]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         with gated.busy(pool, SHARED):
-            answers = [gated.post(pool, "shares", SHARED, traceparent=f"00-{trace}-{1:016x}-01") for trace in traces]
+            answers = [gated.post(pool, "shares", SHARED, traceparent=f"00-{trace}-{1:016x}-01") for trace in ids]
         assert {answer.result().headers["x-batch-size"] for answer in answers} == {"2"}
-    links = [receiver.wait("POST /attention", trace)[0].links for trace in traces]
+    links = [receiver.wait("POST /attention", trace)[0].links for trace in ids]
     assert links[0] == links[1]
     (link,) = links[0]
     (launch,) = receiver.wait("launch", link.trace_id.hex())
     assert launch.span_id == link.span_id
     assert attributes(launch)["flashpoint.batch_size"] == 2
     assert attributes(launch)["flashpoint.flops"] > 0
-    (compute,) = receiver.wait("compute", traces[0])
+    (compute,) = receiver.wait("compute", ids[0])
     assert launch.start_time_unix_nano == compute.start_time_unix_nano
 
 
@@ -93,15 +101,87 @@ def test_what_its_caller_did_not_choose_is_not_told_and_what_is_refused_is(serve
     assert [s.name for s in receiver.spans if s.trace_id.hex() == watched] == []
 
 
-@pytest.mark.slow
-def test_what_was_not_sent_is_sent_when_the_server_stops(start_server, receiver):
-    late = {"OTEL_BSP_SCHEDULE_DELAY": "600000"}
-    server = start_server(otlp_endpoint=receiver.url, environment=late)
-    trace = os.urandom(16).hex()
+def test_opentelemetrys_variables_apply_and_what_was_not_sent_is_sent_when_the_server_stops(start_server, receiver):
+    variables = {
+        "OTEL_BSP_SCHEDULE_DELAY": "600000",
+        "OTEL_SERVICE_NAME": "mine",
+        "OTEL_RESOURCE_ATTRIBUTES": "service.name=lost,service.version=7,deployment.environment.name=test",
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+    }
+    server = start_server(otlp_endpoint=receiver.url, environment=variables)
+    trace, name = os.urandom(16).hex(), f"unsampled-{os.urandom(4).hex()}"
     q = dict.fromkeys("qkv", normal(1, 1, 3, 8))
+    assert post(server, "/attention", message(q), x_request_id=name).status == 200
     assert post(server, "/attention", message(q), traceparent=f"00-{trace}-{1:016x}-01").status == 200
     server.stop()
-    assert sorted(s.name for s in receiver.spans if s.trace_id.hex() == trace) == sorted([*PARTS, "POST /attention"])
+    spans = [s for s in receiver.spans if s.trace_id.hex() == trace]
+    assert sorted(s.name for s in spans) == sorted([*PARTS, "POST /attention"])
+    assert not [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == name]
+    for resource in (receiver.resources[s.span_id] for s in spans):
+        assert (resource["service.name"], resource["service.version"]) == ("mine", "7")
+        assert resource["deployment.environment.name"] == "test"
+
+
+ONE_REQUEST = """
+import sys
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.observability.traces import Traces
+
+traces = Traces(sys.argv[1])
+traces.request(Exchange("POST", "/attention", {"traceparent": sys.argv[2]}, sys.argv[3], status=200), "/attention")
+traces.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sent", "joined"),
+    [
+        ("OTEL_SDK_DISABLED", "True", False, False),
+        ("OTEL_TRACES_SAMPLER", "always_off", False, False),
+        ("OTEL_PROPAGATORS", "none", True, False),
+        ("OTEL_PROPAGATORS", "unknown", True, True),
+        ("OTEL_PROPAGATORS", "baggage,tracecontext", True, True),
+    ],
+)
+def test_one_variable_of_opentelemetry_applies(receiver, name, value, sent, joined):
+    trace, request_id = os.urandom(16).hex(), os.urandom(8).hex()
+    command = [sys.executable, "-c", ONE_REQUEST, receiver.url, f"00-{trace}-{1:016x}-01", request_id]
+    subprocess.run(command, env={**os.environ, name: value}, check=True)
+    spans = [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == request_id]
+    assert [s.trace_id.hex() == trace for s in spans] == [joined] * sent
+
+
+def test_spans_follow_a_step_of_the_system_clock(receiver, monkeypatch):
+    """A virtual machine that was suspended, or NTP, may set the clock by hours while the server runs."""
+    hour, step = 3600 * 10**9, 0
+    ours = SimpleNamespace(
+        time_ns=lambda: time.time_ns() + step, perf_counter=time.perf_counter, perf_counter_ns=time.perf_counter_ns
+    )
+    monkeypatch.setattr(traces, "time", ours)
+    exporting = traces.Traces(receiver.url)
+    ids = [os.urandom(16).hex() for _ in range(2)]
+    for trace in ids:
+        fields = {"traceparent": f"00-{trace}-{1:016x}-01"}
+        exporting.request(Exchange("POST", "/attention", fields, "stepped", status=200), "/attention")
+        step = 5 * hour
+    exporting.close()
+    before, after = (receiver.wait("POST /attention", trace)[0].start_time_unix_nano for trace in ids)
+    assert 4 * hour < after - before < 6 * hour
+
+
+def test_a_collector_that_never_answers_holds_the_end_of_a_server_for_three_seconds(monkeypatch):
+    waits = []
+
+    class Thread(threading.Thread):
+        def join(self, timeout=None):
+            waits.append(timeout)  # without the wait
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        exporting = traces.Traces(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
+        exporting.request(Exchange("POST", "/attention", {}, "lost", status=200), "/attention")
+        monkeypatch.setattr(traces, "threading", SimpleNamespace(Thread=Thread))
+        exporting.close()
+    assert waits == [3]
 
 
 ALONE = message({name: normal(2, 3) for name in "qkv"}, backend="reference")
