@@ -62,8 +62,8 @@ def create_app(
     """Return the service as an ASGI application.
 
     `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes. Without them, the
-    lifespan starts one engine process for each device, which runs `engine_module`, and ends it. `shared` names the
-    directory of the files that all HTTP processes of the server share. `files` has the keys and certificates; else
+    lifespan starts one engine process for each device, which runs `engine_module`, and ends it. `shared` has the
+    memory that all HTTP processes of the server share. `files` has the keys and certificates; else
     the application reads them. The routes share `app.state.service`.
     """
     settings = settings or Settings()

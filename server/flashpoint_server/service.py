@@ -38,12 +38,12 @@ REPORT_SECONDS = 1.0  # seconds between two calls of `report`; each scrape of th
 
 
 class Service:
-    """The state that the routes of one HTTP process share. `shared` has the directory that all HTTP processes share."""
+    """The state that the routes of one HTTP process share. `shared` has the memory that all HTTP processes share."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup, files: Files | None = None) -> None:
         self.settings = settings
         self._shared = shared
-        self.metrics = Metrics()
+        self.metrics = Metrics(shared)
         self.engine = engines = Engines([self.metrics])
         self.traces: Traces | None = None
         if settings.otlp_endpoint:
@@ -139,7 +139,7 @@ class Service:
             self.metrics.cache_limit(name, self.settings.cache_bytes)
         for name, off in self.engine.kernels_off():
             self.metrics.kernels_off(name, off)
-        if self._shared.directory is not None:
+        if self._shared.memory is not None:
             self.metrics.process("supervisor", os.getppid())
         inside = self.admission
         self.metrics.queue(

@@ -14,11 +14,8 @@ import base64
 import binascii
 import hashlib
 import hmac
-import os
 import secrets
-from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -27,13 +24,13 @@ from flashpoint_contract.caches import ID_LENGTH, LayerShape
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.counts import WorkerGroup
+from flashpoint_server.ipc.memory import Memory
 
 MOST_LAYERS = 512
 READ_AGAIN = 1024  # number of decoded ids in the LRU cache, each at most ID_LENGTH characters
 MOST_SIZES = 16  # maximum number of distinct layer sizes in one cache
 _MAC = 16  # bytes of the HMAC
 _SECRET = 32  # bytes of the secret
-_FILE = "caches.secret"  # in the directory of `WorkerGroup`, where files named after API keys have no dot in the name
 
 
 class CacheId(NamedTuple):
@@ -63,7 +60,7 @@ class CacheIds:
     """Makes and reads ids. `replica` is the name of this service among the replicas behind a load balancer."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
-        drawn = shared_secret(shared.directory)
+        drawn = shared_secret(shared.memory)
         self.secret = drawn
         if settings.cache_secret is not None:
             self.secret = hashlib.sha256(settings.cache_secret.get_secret_value().encode()).digest()
@@ -111,15 +108,14 @@ def _mac(secret: bytes, owner: str, payload: bytes) -> bytes:
     return hmac.digest(secret, message, hashlib.sha256)[:_MAC]
 
 
-def shared_secret(directory: Path | None) -> bytes:
-    """Return the secret that all HTTP processes with this directory share. The first process generates it."""
+def shared_secret(memory: Memory | None) -> bytes:
+    """Return the secret that all HTTP processes with this memory share. The first process generates it."""
     drawn = secrets.token_bytes(_SECRET)
-    if directory is None:
+    if memory is None:
         return drawn
-    draft, path = directory / f"{_FILE}.{os.getpid()}", directory / _FILE
-    draft.touch(0o600)
-    draft.write_bytes(drawn)
-    with suppress(FileExistsError):
-        os.link(draft, path)  # atomic: no process sees the file without its content
-    draft.unlink()
-    return path.read_bytes()
+    block, offset = memory.block("caches.secret", _SECRET + 1)
+    with memory.locked(offset, 1, wait=True):
+        if not block[_SECRET]:  # this byte says that the secret is drawn
+            block[:_SECRET] = drawn
+            block[_SECRET] = 1
+        return bytes(block[:_SECRET])

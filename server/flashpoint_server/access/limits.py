@@ -9,7 +9,6 @@ whole cost of a request would refuse tensors larger than its capacity for ever.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import time
@@ -38,7 +37,6 @@ class Spent:
 
     def __init__(self, name: str, shared: WorkerGroup) -> None:
         self._table = Table(name, shared, 1)
-        self._fd = self._table.fd
         self.numbers = self._table.numbers
         self.inside = self._table.rows[0]
         self.column = shared.process
@@ -50,18 +48,16 @@ class Spent:
         Raises Refusal 429 after PATIENCE, because a stopped process may hold the lock for long.
         """
         end = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise _refused("the usage of the API key cannot be read at the moment: retry", 1) from None
-                os.sched_yield()
-        try:
+        with contextlib.ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(self._table.memory.locked(self._table.offset, 1))
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise _refused("the usage of the API key cannot be read at the moment: retry", 1) from None
+                    os.sched_yield()
             yield
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 class Quota:

@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from flashpoint_server.app import create_app
-from flashpoint_server.cli import ports, scratch, supervisor
+from flashpoint_server.cli import ports, supervisor
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.config import tls
 from flashpoint_server.config.files import Files
@@ -173,7 +173,6 @@ def run(settings: Settings) -> int:
 
     It is 1 if the server cannot listen or an engine cannot work, and with one worker, if a second signal ended it.
     """
-    scratch.remove_left()
     try:
         files = Files(settings)
     except ValueError as error:

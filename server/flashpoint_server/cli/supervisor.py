@@ -15,16 +15,15 @@ from functools import partial
 
 import structlog
 import uvloop
-from prometheus_client.multiprocess import mark_process_dead
 
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
-from flashpoint_server.cli.scratch import directory
 from flashpoint_server.cli.stand_in import StandIn
 from flashpoint_server.config.files import Files, Shared
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import as_environment
 from flashpoint_server.ipc.counts import clear
-from flashpoint_server.processes.counting import FOLDER
+from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.observability import shared
 from flashpoint_server.processes.processes import Child, running_engines
 
 log = structlog.stdlib.get_logger("flashpoint.supervisor")
@@ -56,35 +55,23 @@ async def _run(settings: Settings, listener: socket.socket, files: Files) -> int
 
         addresses = await inside.enter_async_context(running_engines(settings))
         engines = ",".join(address.hex() for address in addresses)
-        scratch = inside.enter_context(directory())
-        metrics, limits = scratch / "metrics", scratch / "limits"
-        for folder in (metrics, limits):
-            folder.mkdir()
+        memory = Memory()
 
-        def forget(number: int, pid: int) -> None:
-            """Remove the Prometheus gauges and the counts of admitted requests of a worker that has ended."""
+        def forget(number: int, _: int) -> None:
+            """Remove the gauges and the counts of admitted requests of a worker that has ended."""
             look()
-            mark_process_dead(pid, str(metrics))  # type: ignore[no-untyped-call]
-            clear(limits, number)
+            shared.forget(memory, number)
+            clear(memory, number)
 
-        inherited = [listener.fileno(), handing.shared.fd]
-        fixed = [
-            "--listener",
-            str(inherited[0]),
-            "--files",
-            str(inherited[1]),
-            "--engines",
-            engines,
-            "--limits",
-            str(limits),
-        ]
+        descriptors = {"listener": listener.fileno(), "files": handing.shared.fd, "memory": memory.fd}
+        fixed = [f"--{name}={descriptor}" for name, descriptor in descriptors.items()]
         workers += [
             Child(
                 f"worker {n}",
                 "flashpoint_server.cli.worker",
-                [*fixed, "--number", str(n)],
-                inherited,
-                {FOLDER: str(metrics)} | as_environment(settings),
+                [*fixed, f"--engines={engines}", f"--number={n}"],
+                list(descriptors.values()),
+                as_environment(settings),
                 partial(forget, n),
                 look,
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from pathlib import Path
 
 from flashpoint_server.app import create_app
 from flashpoint_server.cli.hangup import HANGUP
@@ -16,6 +15,7 @@ from flashpoint_server.cli.serving import serve_on
 from flashpoint_server.config.files import HandedFiles
 from flashpoint_server.config.settings import GivenSettings
 from flashpoint_server.ipc.counts import WorkerGroup
+from flashpoint_server.ipc.memory import Memory
 from flashpoint_server.observability import logs
 from flashpoint_server.processes.parent import CANNOT_WORK, die_with_parent
 
@@ -26,9 +26,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, required=True, help="descriptor of the keys and certificates")
     parser.add_argument("--engines", required=True, help="addresses of the engines, in hexadecimal")
     parser.add_argument("--number", type=int, required=True, help="number of this HTTP process")
-    parser.add_argument(
-        "--limits", type=Path, required=True, help="directory in which the processes count the usage of keys"
-    )
+    parser.add_argument("--memory", type=int, required=True, help="descriptor of the memory that the processes share")
     parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
@@ -36,7 +34,7 @@ def main() -> int:
     settings = GivenSettings()
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in arguments.engines.split(",")]
-    shared = WorkerGroup(arguments.limits, arguments.number, settings.workers)
+    shared = WorkerGroup(Memory(arguments.memory), arguments.number, settings.workers)
     files = HandedFiles(settings, arguments.files)
     app = create_app(settings, engines, shared=shared, files=files)
     ended = serve_on(socket.socket(fileno=arguments.listener), app)

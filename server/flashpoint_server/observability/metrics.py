@@ -1,8 +1,8 @@
 """The metrics of the service, for Prometheus.
 
-A single HTTP process counts in its own memory. Several HTTP processes count in memory-mapped files in a directory: the
-supervisor names it when it starts them, and any of them answers a scrape for all. The versions and the resources of
-each process are read at each scrape (observed.py).
+A single HTTP process counts in its own memory. Several HTTP processes count in memory that they share (shared.py), and
+any of them answers a scrape for all. The versions and the resources of each process are read at each scrape
+(observed.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from prometheus_client.registry import Collector
 from flashpoint_kernels.native import switches
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
+from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.messages import DeviceInfo, Done, Holding
 from flashpoint_server.observability.observed import build_info, used
+from flashpoint_server.observability.shared import SharedCollector, count_in
 from flashpoint_server.processes.counting import MULTIPROCESS
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
@@ -50,10 +52,14 @@ class _Registry(CollectorRegistry):
 class Metrics(Listener):
     """The metrics of one ASGI application. Times are in seconds. Other collectors may register with `registry`."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
+        self._counted = shared.memory
+        if shared.memory is not None:
+            count_in(shared.memory, shared.process)
         self.registry = registry = _Registry(self._count)
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._at_once = 1 if MULTIPROCESS in os.environ else AT_ONCE  # 1: others may read the files at any time
+        several = self._counted is not None or MULTIPROCESS in os.environ
+        self._at_once = 1 if several else AT_ONCE  # 1: other processes may read the counts at any time
         self._children: dict[tuple[object, ...], MetricWrapperBase] = {}
 
         def counter(name: str, help_: str, *labels: str) -> Counter:
@@ -241,9 +247,12 @@ class Metrics(Listener):
 
     def everywhere(self) -> CollectorRegistry:
         """Return a registry with the counts of all HTTP processes."""
-        if MULTIPROCESS not in os.environ:
+        if self._counted is None and MULTIPROCESS not in os.environ:
             return self.registry
         registry = CollectorRegistry()
+        if self._counted is not None:
+            registry.register(SharedCollector(self._counted))
+            return registry
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return registry
 

@@ -6,13 +6,15 @@ with shared memory off there are no regions. CUDA shared memory is always off.
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.http.body import RequestBody
-from flashpoint_server.ipc.regions import Region
+from flashpoint_server.ipc.regions import Region, provide
 from flashpoint_server.oip.schema import TAG, errors
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
@@ -72,7 +74,15 @@ def router(service: Service) -> APIRouter:
         return [_status(service.regions.find(owner, name))]
 
     wrong = errors(
-        *(*locked, "malformed_body", "not_found", "body_too_large", "work_too_large", "invalid_request"),
+        *(
+            *locked,
+            "malformed_body",
+            "not_found",
+            "body_too_large",
+            "work_too_large",
+            "invalid_request",
+            "out_of_memory",
+        ),
         not_found=_OFF,
         invalid_request="key: this server cannot open a shared memory object with this key",
     )
@@ -83,6 +93,8 @@ def router(service: Service) -> APIRouter:
         check_on()
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         registration = await read_model(body, Registration, REQUEST_LIMIT)
+        if (end := registration.offset + registration.byte_size) <= service.regions.limit:
+            await asyncio.to_thread(provide, registration.key, end)
         service.regions.register(owner, name, registration.key, registration.offset, registration.byte_size)
         return Nothing()
 

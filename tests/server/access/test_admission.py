@@ -14,6 +14,7 @@ from flashpoint_server.access.admission import FEW, PATIENCE, Admission, check_s
 from flashpoint_server.access.limits import Spent
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
+from flashpoint_server.ipc.memory import Memory
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
@@ -109,8 +110,8 @@ def test_sequences_are_limited():
         check_size(many, memory=1 << 30, sequence_limit=10)
 
 
-def shared(tmp_path, process, **settings):
-    counts = Counts(WorkerGroup(tmp_path, process, 3))
+def shared(memory, process, **settings):
+    counts = Counts(WorkerGroup(memory, process, 3))
     return Admission(Settings(**settings), counts), counts
 
 
@@ -119,10 +120,11 @@ def totals(counts):
     return tuple(map(sum, (counts.requests, counts.bytes, counts.flops, counts.seconds)))
 
 
-def test_limits_hold_over_all_processes_together(tmp_path):
+def test_limits_hold_over_all_processes_together():
     """Each limit (requests, bytes, FLOPs, seconds) applies to the sum over the unfinished requests of all processes."""
+    memory = Memory()
     limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
-    (one, counts), (two, _), (three, _) = (shared(tmp_path, n, **limits) for n in range(3))
+    (one, counts), (two, _), (three, _) = (shared(memory, n, **limits) for n in range(3))
     with one.permit(60) as first, two.permit(30) as second:
         with pytest.raises(Refusal, match="hold 90 bytes, and this one needs 11"):
             three.permit(11)
@@ -141,18 +143,19 @@ def test_limits_hold_over_all_processes_together(tmp_path):
         alone.charge(Price(1000, 100.0))
 
 
-def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
+def test_what_a_process_that_died_had_inside_counts_no_more():
     """The counts of a dead process are cleared: by the supervisor (`clear`), or when its successor starts."""
-    (one, _), (two, counts) = (shared(tmp_path, n, queue_bytes=100) for n in range(2))
-    spent = [Spent("alice", WorkerGroup(tmp_path, n)) for n in range(2)]
+    memory = Memory()
+    (one, _), (two, counts) = (shared(memory, n, queue_bytes=100) for n in range(2))
+    spent = [Spent("alice", WorkerGroup(memory, n)) for n in range(2)]
     for number in range(2):
         spent[number].inside[number] = 3
     one.permit(60).charge(Price(7, 1.0))
     two.permit(40)
-    clear(tmp_path, 0)
+    clear(memory, 0)
     assert totals(counts) == (1, 40, 0, 0)
     assert list(spent[1].inside[:3]) == [0, 3, 0]
-    _, successor = shared(tmp_path, 1)
+    _, successor = shared(memory, 1)
     assert totals(successor)[:2] == (0, 0)
 
 

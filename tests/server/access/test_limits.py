@@ -13,6 +13,7 @@ from flashpoint_server.access.limits import BURST, Quota, Spent
 from flashpoint_server.config.key_file import KeyEntry
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import WorkerGroup
+from flashpoint_server.ipc.memory import Memory
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
@@ -104,16 +105,16 @@ def test_what_the_queue_refuses_costs_the_key_nothing():
 
 TAKER = """
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from flashpoint_server.access import limits
 from flashpoint_server.config.key_file import KeyEntry
 from flashpoint_server.ipc.counts import WorkerGroup
+from flashpoint_server.ipc.memory import Memory
 from flashpoint_server.access.limits import Quota, Spent
 from flashpoint_server.refusal import Refusal
 limits.time = SimpleNamespace(monotonic=lambda: 1000.0)  # nothing comes back, and nobody waits too long for the lock
 entry = KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=0.5, flops_per_second=1 << 14)
-quota = Quota(entry, Spent("alice", WorkerGroup(Path(sys.argv[1]), int(sys.argv[2]))))
+quota = Quota(entry, Spent("alice", WorkerGroup(Memory(int(sys.argv[1])), int(sys.argv[2]))))
 quota.enter(0)
 print("inside", flush=True)
 sys.stdin.readline()
@@ -131,13 +132,20 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def takers(tmp_path):
+def memory():
+    return Memory()
+
+
+@pytest.fixture
+def takers(memory):
     """Yield three processes that use the same limits at the same time."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as running:
 
         def taker(number):
-            process = subprocess.Popen([sys.executable, "-c", TAKER, tmp_path, str(number)], **pipes)
+            process = subprocess.Popen(
+                [sys.executable, "-c", TAKER, str(memory.fd), str(number)], pass_fds=[memory.fd], **pipes
+            )
             running.enter_context(process)
             running.callback(process.kill)
             return process
@@ -145,14 +153,14 @@ def takers(tmp_path):
         yield [taker(number) for number in range(3)]
 
 
-def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones_requests(takers, tmp_path):
+def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones_requests(takers, memory):
     """With a stopped clock, three processes together may use one request and 16,384 FLOPs, the burst of one key.
 
     The count of their concurrent requests stays when they are killed, until processes with their numbers start again.
     """
     for taker in takers:
         assert taker.stdout.readline() == "inside\n"
-    here = Spent("alice", WorkerGroup(tmp_path, 3))
+    here = Spent("alice", WorkerGroup(memory, 3))
     assert sum(here.numbers[3:]) == 3
     for taker in takers:
         taker.stdin.write("\n")
@@ -164,12 +172,12 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
         taker.communicate()
     assert sum(here.numbers[3:]) == 3  # the requests of the dead processes still count
     for n in range(3):
-        Spent("alice", WorkerGroup(tmp_path, n))
+        Spent("alice", WorkerGroup(memory, n))
     assert sum(here.numbers[3:]) == 0
 
 
-def test_a_process_that_stopped_with_the_lock_stops_no_other(tmp_path):
-    one, other = (Spent("alice", WorkerGroup(tmp_path, n)) for n in range(2))
+def test_a_process_that_stopped_with_the_lock_stops_no_other(memory):
+    one, other = (Spent("alice", WorkerGroup(Memory(memory.fd), n)) for n in range(2))
     limited = Quota(KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=9), other)
     with one.locked():
         assert refused(limited.take, "requests", 1) == 1

@@ -1,7 +1,9 @@
 """Several HTTP processes serve one port and share limits. If one dies, the others continue, and it is replaced."""
 
+import contextlib
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -65,3 +67,47 @@ def workers_ready(server):
 def connected_to(pid, connection):
     """Return whether process `pid` has the server's end of this connection."""
     return connection.getsockname() in [c.raddr for c in psutil.Process(pid).net_connections() if c.raddr]
+
+
+@pytest.mark.slow
+def test_a_full_or_missing_folder_for_temporary_files_ends_no_process(start_server, tmp_path):
+    """With a full disk, or without the folder, a killed HTTP process is replaced and no count is lost."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    with full(folder):
+        server = start_server(workers=2, environment={"TMPDIR": str(folder)})
+        expected = post(server, "/attention", SMALL).body
+        for _ in range(2):
+            before = set(server.children("cli.worker"))
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+                server.wait_for_line(lambda line, pid=pid: line["event"] == "lost" and line["pid"] == pid)
+            server.wait_ready()
+            assert not before & set(server.children("cli.worker"))
+            assert post(server, "/attention", SMALL).body == expected
+        assert read_metrics(server)["flashpoint_accepted_total"] == 3
+    folder.rmdir()
+    for pid in server.children("cli.worker"):
+        os.kill(pid, signal.SIGKILL)
+    server.wait_ready()
+    assert post(server, "/attention", SMALL).body == expected
+    signals = [line for line in server.lines if line["event"] == "lost" and line["exit_code"] != -signal.SIGKILL]
+    assert not signals
+
+
+@contextlib.contextmanager
+def full(folder):
+    """Make a folder a full file system, if this user may mount; else one that the user may not write."""
+    mounted = not subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], check=False).returncode
+    if mounted:
+        with contextlib.suppress(OSError):
+            (folder / "filled").write_bytes(bytes(1 << 20))
+    else:
+        folder.chmod(0o500)
+    try:
+        yield
+    finally:
+        if mounted:
+            subprocess.run(["umount", folder], check=True)
+        else:
+            folder.chmod(0o700)

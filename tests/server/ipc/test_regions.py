@@ -1,12 +1,14 @@
 """Each API key has its own regions of shared memory, and its own names for them."""
 
+import os
 import secrets
+import shutil
 from multiprocessing import shared_memory
 
 import pytest
 
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_server.ipc.regions import Regions, RegionSlice
+from flashpoint_server.ipc.regions import Regions, RegionSlice, provide
 from flashpoint_server.refusal import Refusal
 
 
@@ -43,3 +45,14 @@ def test_a_region_is_its_keys_own(key):
     assert (len(dropped), len(regions.all("alice"))) == (1, 1)
     regions.close()
     assert (len(dropped), regions.all("alice")) == (2, [])
+
+
+def test_an_object_for_which_there_is_no_memory_is_refused(key):
+    """A full /dev/shm, or an object that was made larger than it, gets 503; writing there would kill the process."""
+    os.truncate(f"/dev/shm/{key}", shutil.disk_usage("/dev/shm").total + (1 << 30))
+    with pytest.raises(Refusal, match="has no memory") as caught:
+        provide(key, os.path.getsize(f"/dev/shm/{key}"))
+    assert (caught.value.status, caught.value.code) == (503, "out_of_memory")
+    provide(key, 4096)
+    with pytest.raises(Refusal, match="beyond the object's end"):
+        provide(key, 1 << 60)

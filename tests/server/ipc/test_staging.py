@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.http.body import MOST_AT_ONCE, BodyBuffer
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
+from flashpoint_server.ipc.memory import Memory
 from flashpoint_server.ipc.staging import (
     ALIGNMENT,
     GROWTH,
@@ -183,12 +184,13 @@ def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
     assert memory_files() == before
 
 
-def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_another(tmp_path):
+def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_another():
     """The limit of staging memory holds for all processes together.
 
     If the pool of one process finds no memory, `make_room` of the others frees their unused memory.
     """
-    one, two = (Pool(3 * GROWTH, counts=Counts(WorkerGroup(tmp_path, n, 2))) for n in range(2))
+    memory = Memory()
+    one, two = (Pool(3 * GROWTH, counts=Counts(WorkerGroup(memory, n, 2))) for n in range(2))
     large, small = one.take(2 * GROWTH), one.take(SMALLEST)
     large.release()  # the pool keeps its segment
     one.make_room()  # frees nothing: no process has found the memory full
@@ -204,8 +206,9 @@ def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_anot
     two.close()
 
 
-def test_a_pool_starts_where_others_have_taken_all(tmp_path):
-    one, two = (Pool(GROWTH, counts=Counts(WorkerGroup(tmp_path, n, 2))) for n in range(2))
+def test_a_pool_starts_where_others_have_taken_all():
+    memory = Memory()
+    one, two = (Pool(GROWTH, counts=Counts(WorkerGroup(memory, n, 2))) for n in range(2))
     one.take(GROWTH)
     two.warm()
     assert (two.taken, two.segments) == (0, {})
