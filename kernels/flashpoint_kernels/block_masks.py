@@ -69,7 +69,7 @@ def _of_rule(rule: Rule, sizes: dict[str, Any], block: tuple[int, int], device: 
     def along(axis: int, *bounds: int) -> Tensor:
         shape = [1] * 4
         shape[axis] = -1
-        return torch.arange(*bounds, device=device).view(shape)
+        return torch.arange(*bounds, dtype=torch.int64, device=device).view(shape)
 
     def found() -> Iterator[Tensor]:
         for start in range(0, q_len, block[0]):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.operators.torch_rules import autocast, overridable, refuse_batched_gradients, refuse_transforms
+from flashpoint_kernels.problems.modes import exact_products, flushing, without_autocast
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # slow: imports torch._dynamo
@@ -169,7 +170,7 @@ class _Blocks:
         """Return, in order, the indices of keys in the blocks that at least one head sees for queries [first, stop)."""
         rows = self.seen[:, :, first // self.size[0] : -(-stop // self.size[0])]
         named = rows.flatten(0, 2).any(0)
-        places = torch.arange(keys, device=named.device)
+        places = torch.arange(keys, dtype=torch.int64, device=named.device)
         return places[named[places // self.size[1]]]
 
     def allowed(self, numbers: Sequence[Tensor]) -> Tensor | None:
@@ -184,7 +185,7 @@ class _Blocks:
 
 def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Return a bool mask (B, H, rows, columns): the blocks that the first `counts` entries of `indices` name."""
-    place = torch.arange(indices.shape[-1], device=indices.device)
+    place = torch.arange(indices.shape[-1], dtype=torch.int64, device=indices.device)
     named = torch.where(place < counts[..., None], indices.long(), columns)
     flags = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
     return flags.scatter_(-1, named, True)[..., :columns]
@@ -231,7 +232,7 @@ class _Flex:
 
 
 def _range(part: slice, device: torch.device) -> Tensor:
-    return torch.arange(part.start, part.stop, device=device)
+    return torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
 
 
 def _as_slice(keys: Tensor) -> slice | Tensor:
@@ -261,6 +262,9 @@ class _Tiled(torch.autograd.Function):
     """
 
     @staticmethod
+    @without_autocast()
+    @exact_products()
+    @flushing(False)
     def forward(
         ctx: Any, flex: _Flex, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,6 +309,9 @@ class _TiledGradient(torch.autograd.Function):
     """Computes dq, dk, dv and the gradients of captured tensors. A second derivative raises RuntimeError."""
 
     @staticmethod
+    @without_autocast()
+    @exact_products()
+    @flushing(False)
     def forward(
         ctx: Any, flex: _Flex, captured: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         dout: Tensor, dlse: Tensor | None,

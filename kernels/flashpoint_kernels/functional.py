@@ -255,7 +255,7 @@ def _made(window: Sequence[int] | None, *given: Any) -> Options:
 def _scale(value: Tensor | float | None) -> Tensor | None:
     """Return a scale that is a number as a tensor; return any other value unchanged."""
     if isinstance(value, Real) and not isinstance(value, bool):
-        return torch.tensor(float(value), dtype=torch.float64)
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     return value  # type: ignore[return-value]  # the caller checks that it is a tensor
 
 
@@ -288,9 +288,10 @@ def _integers(name: str, value: Any) -> Tensor:
     """
     given = number_of(value)
     try:
-        integers = torch.tensor(given, dtype=torch.int64 if isinstance(given, (list, tuple)) and not given else None)
+        empty = isinstance(given, (list, tuple)) and not given
+        integers = torch.tensor(given, dtype=torch.int64 if empty else None, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        integers = torch.zeros(0)
-    if integers.dtype != torch.int64:
+        integers = None
+    if integers is None or integers.dtype != torch.int64:
         raise ProblemError([(name, f"must be integers of 64 bits, not {value!r}")])
     return integers

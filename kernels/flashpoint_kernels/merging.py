@@ -46,7 +46,7 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "b
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, float("-inf"), largest + total.log())
-    o = torch.zeros((), device=outputs[0].device)
+    o = torch.zeros((), dtype=torch.float32, device=outputs[0].device)
     for part, weight in zip(outputs, weights, strict=True):
         share = weight / total
         o = o + (share.transpose(-1, -2) if turned else share)[..., None] * part.float()

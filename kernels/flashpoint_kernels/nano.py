@@ -106,7 +106,8 @@ def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tup
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, but must all be float16, bfloat16 or float32"
         )
     (*heads, q_len, dim), kv_len = q.shape, k.shape[-2]
-    o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:-1], device=q.device)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     # 48 KiB: each program on any GPU has at least this much shared memory
     rows = tile_rows(48 if INTERPRETED else chip_of(q.device).shared_kib, dim, q.itemsize)
     nano_forward[math.prod(heads), triton.cdiv(q_len, rows)](
@@ -127,8 +128,11 @@ def tried(device: str) -> list[tuple[str, Verification]]:
     """Run the kernel on some problems on `device`. Return for each a description, and its errors against float64."""
     lines = []
     for q_len, kv_len, dim, causal, dtype in _SHOWN:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, 2, n, dim, generator=generator).to(device, dtype) for n in (q_len, kv_len, kv_len))
+        generator = torch.Generator("cpu").manual_seed(0)
+        q, k, v = (
+            torch.randn(1, 2, n, dim, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+            for n in (q_len, kv_len, kv_len)
+        )
         o, lse = nano_attention(q, k, v, causal)
         judged = verify({"q": q, "k": k, "v": v}, Options(causal=causal), answers={"o": o, "lse": lse})
         words = f"Sq {q_len}, Sk {kv_len}, D {dim}{', causal' if causal else ''}, {judged.dtype}"

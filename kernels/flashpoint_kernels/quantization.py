@@ -78,7 +78,7 @@ def restored(values: Tensor, scale: Tensor) -> Tensor:
         # divided by 2^8.
         bits = (values.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
         values, scale = bits.view(torch.float16), scale * 256.0
-    return torch.empty(values.shape, device=values.device).copy_(values).mul_(scale[..., None])
+    return torch.empty(values.shape, dtype=torch.float32, device=values.device).copy_(values).mul_(scale[..., None])
 
 
 def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

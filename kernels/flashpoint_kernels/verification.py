@@ -38,6 +38,7 @@ from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_kernels.dispatching.dispatch import backend_for, run
 from flashpoint_kernels.judging import captured
 from flashpoint_kernels.judging.exact import bounds
+from flashpoint_kernels.problems.modes import exact_products
 from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
 
@@ -280,7 +281,7 @@ def _check_answers(answers: Mapping[str, Tensor], problems: list[Problem]) -> No
 def _solve(problem: Problem, dtype: torch.dtype, block: Callable[[], None]) -> dict[str, Tensor]:
     """Return the answers of the plain formula, computed and stored in `dtype`."""
     problem = replace(problem, outputs={name: torch.empty_like(t, dtype=dtype) for name, t in problem.outputs.items()})
-    with torch.no_grad(), torch.autocast(problem.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(problem.device.type, enabled=False), exact_products():
         solve = formula.solve_forward if problem.spec.direction == "forward" else formula.solve_backward
         solve(problem, dtype, block)
     return problem.outputs

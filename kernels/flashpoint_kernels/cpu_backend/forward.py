@@ -217,9 +217,9 @@ def _of_pages(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scale
     """Return the addresses of keys in pages: a span for each page."""
     spec = problem.spec
     pages = -(-max(row.kv_len for row in rows) // spec.page_size)
-    index = torch.tensor([row.index for row in rows])
+    index = torch.tensor([row.index for row in rows], dtype=torch.int64, device="cpu")
     table = problem.tensors["block_table"].index_select(0, index)[:, :pages].long()
-    numbers = torch.zeros(len(rows), pages, 8, dtype=torch.int64)
+    numbers = torch.zeros(len(rows), pages, 8, dtype=torch.int64, device="cpu")
     for place, t in enumerate((k, v)):
         numbers[:, :, place] = t.data_ptr() + table * (t.stride(0) * t.itemsize)
         numbers[:, :, 2 + place] = t.stride(1) * t.itemsize

@@ -66,7 +66,9 @@ def _flop(backend: str, length: int, dtype: str) -> float:
 
 def _byte(backend: str, call: float, flop: float, score: float) -> float:
     """Return the measured seconds to read one byte of keys and values, from a problem with one query."""
-    q, k, v = (torch.full((1, 2, length, _NARROW), 0.1) for length in (1, _KEYS, _KEYS))
+    q, k, v = (
+        torch.full((1, 2, length, _NARROW), 0.1, dtype=torch.float32, device="cpu") for length in (1, _KEYS, _KEYS)
+    )
     problem = Problem.create({"q": q, "k": k, "v": v}, Options())
     taken = _seconds(partial(run_part, problem, backend)) - call - problem.flops * flop - k.shape[2] * 2 * score
     return max(taken / (k.nbytes + v.nbytes), _LEAST * NOMINAL[backend].byte)
@@ -85,7 +87,7 @@ def of_gpu(backend: str, peak: float) -> Rates:
 
 
 def _problem(sequences: int, length: int, dim: int, dtype: str = "float32") -> Problem:
-    t = torch.full((sequences, 2, length, dim), 0.1, dtype=DTYPES[dtype])
+    t = torch.full((sequences, 2, length, dim), 0.1, dtype=DTYPES[dtype], device="cpu")
     return Problem.create(dict.fromkeys(("q", "k", "v"), t), Options())
 
 
@@ -99,7 +101,7 @@ def _with_feature(problem: Problem, name: str) -> Problem:
         row = TENSORS[field]
         dtype = next(dtype for dtype in row.dtypes if dtype in ("bool", "float32") and row.feature(dtype) == feature)
         shape = row.shape(spec.sizes | ({"B": 1, "Hq": 1} if row.broadcast else {}), options.layout, spec.rank)
-        tensors[field] = torch.ones(shape, dtype=DTYPES[dtype])
+        tensors[field] = torch.ones(shape, dtype=DTYPES[dtype], device="cpu")
     return Problem.create(tensors, options)
 
 

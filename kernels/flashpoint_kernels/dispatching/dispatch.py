@@ -18,6 +18,7 @@ from flashpoint_kernels import native
 from flashpoint_kernels.dispatching.machine import version_of
 from flashpoint_kernels.dispatching.support import Backends, choose_backend, unsupported
 from flashpoint_kernels.native import switches
+from flashpoint_kernels.problems.modes import exact_products
 from flashpoint_kernels.problems.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.problems.reproducible import split, spread
 from flashpoint_kernels.triton_backend.host.configurations import refusal
@@ -30,6 +31,7 @@ _MODULES = {
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
+_OF_OPERATORS = ("torch", "tiled", "reference")  # backends that are made of torch's operators
 _OWN_FORWARD = ("reference", "cpu")  # backends whose `backward` computes missing `o` and `lse` itself
 
 # Triton reads this variable when it defines kernels, so only the value at import time counts.
@@ -135,12 +137,22 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
             _run(problems, backend)
     elif not problems[0].spec.has_columns:
         _run([problem.with_columns() for problem in problems], backend)
-    elif problems[0].spec.direction == "forward":
+    elif backend in _OF_OPERATORS and problems[0].spec.options.precision == "ieee":
+        with exact_products():
+            _solve(problems, backend)
+    else:
+        _solve(problems, backend)
+
+
+def _solve(problems: Sequence[Problem], backend: str) -> None:
+    if problems[0].spec.direction == "forward":
         _module(backend).forward(problems)
     else:
         forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
-            if backend == "tiled" and kind == "cpu":  # the forward can be cut by heads, even where the gradients cannot
+            if (
+                backend == "tiled" and problems[0].device.type == "cpu"
+            ):  # these can be cut by heads where gradients cannot
                 forwards = [part for problem in forwards for part in split(problem, backend)]
             _module(backend).forward(forwards)
         _module(backend).backward(problems)

@@ -52,7 +52,7 @@ def unpad_input_for_concatenated_sequences(
     `attention_mask_in_length` (B, S) has the lengths of each row's sequences, followed by zeros.
     """
     length = attention_mask_in_length.sum(-1)
-    mask = torch.arange(hidden_states.shape[1], device=length.device) < length[:, None]
+    mask = torch.arange(hidden_states.shape[1], dtype=torch.int64, device=length.device) < length[:, None]
     lengths = attention_mask_in_length.flatten()
     lengths = lengths[lengths.nonzero().flatten()]
     indices = mask.flatten().nonzero().flatten()

@@ -318,7 +318,7 @@ def flash_attn_with_kvcache(
         lengths = lengths + k.shape[1]
     mask = None
     if cache_leftpad is not None:
-        seen = torch.arange(capacity, device=q.device) >= cache_leftpad[:, None]
+        seen = torch.arange(capacity, dtype=torch.int64, device=q.device) >= cache_leftpad[:, None]
         mask = seen[:, None, None, :]
     return attention(
         q, k_cache, v_cache, layout="bshd", kv_lengths=lengths, block_table=pages, attn_mask=mask, scale=softmax_scale,
@@ -357,12 +357,12 @@ def _append(
 
     Raises FlashAttnError if they do not fit; not checked on a GPU.
     """
-    places = lengths[:, None].long() + torch.arange(k.shape[1], device=k.device)
+    places = lengths[:, None].long() + torch.arange(k.shape[1], dtype=torch.int64, device=k.device)
     if not lengths.is_cuda and places.numel() and int(places.max()) >= capacity:
         of = "the cache" if pages is None else "the pages of block_table"
         raise FlashAttnError(f"k: {int(places.max()) + 1} keys do not fit into {of}, with room for {capacity}")
     if pages is None:
-        page, row = torch.arange(len(k), device=k.device)[:, None], places
+        page, row = torch.arange(len(k), dtype=torch.int64, device=k.device)[:, None], places
     else:
         size = k_cache.shape[1]
         page, row = pages.long().gather(1, places // size), places % size

@@ -57,7 +57,9 @@ def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name, dtype, shape in header.pop("tensors"):
         data = bytearray(connection.recv_bytes())
         to = DTYPES[dtype]
-        tensors[name] = (torch.frombuffer(data, dtype=to) if data else torch.empty(0, dtype=to)).reshape(shape)
+        tensors[name] = (torch.frombuffer(data, dtype=to) if data else torch.empty(0, dtype=to, device="cpu")).reshape(
+            shape
+        )
     return header, tensors
 
 

@@ -108,7 +108,9 @@ def masked_nan(trial: Trial, case: Case) -> Property:
         t[:, :, at:] = math.nan
     first = trial.run(causal, name, leaves=[])
     known = {n: Limits(x.value, x.accurate, torch.full_like(x.allowed, math.inf)) for n, x in first.limits.items()}
-    outcome = trial.run(causal, name, change=spoilt, known=(known, torch.zeros(0)), leaves=[])
+    outcome = trial.run(
+        causal, name, change=spoilt, known=(known, torch.zeros(0, dtype=torch.bool, device="cpu")), leaves=[]
+    )
     if "o" not in outcome.answers or trial.signature.ragged:
         return Property(name, "not tested", "the function refused it")
     rows = outcome.answers["o"][:, :, : at if top_left else -1]
@@ -129,7 +131,8 @@ def lse_gradient(trial: Trial, case: Case) -> tuple[Property, Outcome | None]:
     ):
         return Property(name, "not tested", "the function offers no gradient of lse"), None
     tensors = values.draw(case)
-    dlse = torch.randn(tensors["q"].shape[:3], generator=torch.Generator().manual_seed(case.seed + 5))
+    generator = torch.Generator("cpu").manual_seed(case.seed + 5)
+    dlse = torch.randn(tensors["q"].shape[:3], generator=generator, dtype=torch.float32, device="cpu")
     outcome = trial.run(case, name, change={"dlse": dlse}, dlse=True)
     if outcome.status in ("right", "imprecise"):
         return Property(name, "holds", "the gradient of lse is right"), None

@@ -257,7 +257,7 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
         for name in ("q", "k", "v", "do"):
             sent[name] = sent[name].transpose(1, 2).flatten(0, 1).contiguous()
         for name, length in (("cu_seqlens_q", case.q_len), ("cu_seqlens_k", case.kv_len)):
-            sent[name] = torch.arange(case.batch + 1, dtype=torch.int32) * length
+            sent[name] = torch.arange(case.batch + 1, dtype=torch.int32, device="cpu") * length
     if "attn_mask" in sent and sent["attn_mask"].dtype != torch.bool:
         options = replace(options, grads=("dq", "dk", "dv"))
     problem = Problem.create(sent, options, "backward")

@@ -50,10 +50,14 @@ class Draw:
         self.k[..., channel] = scores * (self.root / factor)
 
     def uniform(self, *size: int) -> Tensor:
-        return torch.rand(size, generator=self.generator)
+        return torch.rand(size, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def key(self) -> int:
-        return int(torch.randint(self.case.kv_len, (1,), generator=self.generator))
+        return int(torch.randint(self.case.kv_len, (1,), generator=self.generator, dtype=torch.int64, device="cpu"))
+
+    def places(self) -> Tensor:
+        """Return the index of each key, as numbers."""
+        return torch.arange(self.case.kv_len, dtype=torch.float32, device="cpu")
 
 
 def _power(x: float) -> float:
@@ -68,7 +72,7 @@ def _shift(d: Draw, target: float) -> None:
 
 
 def _massive(d: Draw) -> None:
-    channels = torch.randperm(d.case.head_dim, generator=d.generator)[:3]
+    channels = torch.randperm(d.case.head_dim, generator=d.generator, dtype=torch.int64, device="cpu")[:3]
     factor = 20.0 if d.case.dtype == "float16" else 100.0
     for t in (d.q, d.k):
         t[..., channels] *= factor
@@ -105,12 +109,12 @@ def _low_exact(d: Draw) -> None:
 def _neg_exact(d: Draw) -> None:
     """Make scores of −512 and −516: their exp is 0 unless the maximum is subtracted."""
     d.clear()
-    d.add(torch.where(torch.arange(d.case.kv_len) % 3 == 0, -512.0, -516.0))
+    d.add(4.0 * (d.places() % 3 == 0).float() - 516.0)
 
 
 def _high_exact(d: Draw) -> None:
     d.clear()
-    d.add(torch.where(torch.arange(d.case.kv_len) % 3 == 0, 512.0, 508.0))
+    d.add(4.0 * (d.places() % 3 == 0).float() + 508.0)
 
 
 def _gap_exact(d: Draw) -> None:
@@ -126,12 +130,12 @@ def _gap_exact(d: Draw) -> None:
 
 def _rising_exact(d: Draw) -> None:
     d.clear()
-    d.add((torch.arange(d.case.kv_len) // 16) * 2.0)
+    d.add((d.places() // 16) * 2.0)
 
 
 def _lastmax_exact(d: Draw) -> None:
     d.clear()
-    x = torch.zeros(d.case.kv_len)
+    x = torch.zeros(d.case.kv_len, dtype=torch.float32, device="cpu")
     x[-1:] = 12.0
     d.add(x)
     d.v[:, :, -1:] *= 4
@@ -140,7 +144,7 @@ def _lastmax_exact(d: Draw) -> None:
 def _falling_exact(d: Draw) -> None:
     """Give the first key the largest score, which reveals that a kernel skips the first tile."""
     d.clear()
-    d.add(-2.0 * (torch.arange(d.case.kv_len) // 16))
+    d.add(-2.0 * (d.places() // 16))
 
 
 def _mixed_exact(d: Draw) -> None:
@@ -162,11 +166,11 @@ def _gap(d: Draw) -> None:
 
 def _rising(d: Draw) -> None:
     d.q.mul_(0.5)
-    d.add((torch.arange(d.case.kv_len) // 16) * 2.0)
+    d.add((d.places() // 16) * 2.0)
 
 
 def _lastmax(d: Draw) -> None:
-    x = torch.zeros(d.case.kv_len)
+    x = torch.zeros(d.case.kv_len, dtype=torch.float32, device="cpu")
     x[-1:] = 12.0
     d.q.mul_(0.5)
     d.add(x)
@@ -196,7 +200,7 @@ def _edges(d: Draw) -> None:
     """Make each query attend mainly to one key, whose index is at the edge of a tile or near the end."""
     m, n = d.case.kv_len, d.case.q_len
     at = [x for x in (*_EDGES, *_FAR_EDGES, m - 17, m - 16, m - 2, m - 1) if 0 <= x < m]
-    chosen = torch.tensor([at[-1 - i % len(at)] for i in range(n)])
+    chosen = torch.tensor([at[-1 - i % len(at)] for i in range(n)], dtype=torch.int64, device="cpu")
     keys = torch.nn.functional.normalize(d.k[:, :, chosen], dim=-1).repeat_interleave(d.case.group, 1)
     d.q[:] = 3 * keys * d.root
     if m > 4096:  # so that the many other keys have no weight
@@ -246,10 +250,10 @@ EXACT = tuple(name for name in KINDS if name.endswith("-exact"))
 
 def draw(case: Any) -> dict[str, Tensor]:
     """Return q, k, v and do, and the masks and extra tensors of a Case: bhsd, in its data type, on the CPU."""
-    g = torch.Generator().manual_seed(case.seed)
+    g = torch.Generator("cpu").manual_seed(case.seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=g)
+        return torch.randn(size, generator=g, dtype=torch.float32, device="cpu")
 
     b, hq, hk, n, m, d, dv = case.shape
     drawn = Draw(normal(b, hq, n, d), normal(b, hk, m, d), normal(b, hk, m, dv), normal(b, hq, n, dv), case, g)
@@ -261,13 +265,13 @@ def draw(case: Any) -> dict[str, Tensor]:
     kind, _, form = case.mask.partition("-")
     if kind:
         size = {"": (b, hq, n, m), "keys": (b, 1, 1, m), "heads": (1, hq, n, m)}[form]
-        mask = torch.rand(size, generator=g) < 0.7
+        mask = torch.rand(size, generator=g, dtype=torch.float32, device="cpu") < 0.7
         mask[..., 0] = True  # each row sees key 0: other cases, with `causal` or a window, test rows without keys
         tensors["attn_mask"] = mask if kind == "bool" else normal(*size).mul_(2).masked_fill(~mask, -math.inf).to(to)
     if "alibi_slopes" in case.extras:
-        tensors["alibi_slopes"] = torch.exp2(-8.0 * torch.arange(1, hq + 1) / hq)
+        tensors["alibi_slopes"] = torch.exp2(-8.0 * torch.arange(1, hq + 1, dtype=torch.float32, device="cpu") / hq)
     if "sinks" in case.extras:
         tensors["sinks"] = normal(hq)
     if "kv_lengths" in case.extras:
-        tensors["kv_lengths"] = torch.randint(1, m + 1, (b,), generator=g, dtype=torch.int32)
+        tensors["kv_lengths"] = torch.randint(1, m + 1, (b,), generator=g, dtype=torch.int32, device="cpu")
     return tensors

@@ -321,7 +321,8 @@ class Backward:
                     sums = self._sums.setdefault((part.sequence, part.head), [])
                     adds = part is not run[0] and not run[0].first
                     if not adds:
-                        sums.append(torch.empty(part.sequence.keys, sum(self.t[name].shape[3] for name in "kv")))
+                        width = sum(self.t[name].shape[3] for name in "kv")
+                        sums.append(torch.empty(part.sequence.keys, width, dtype=torch.float32, device="cpu"))
                     address = sums[-1].data_ptr()
                 tasks.extend(self._task(part, address, adds, self._memory_of_dsinks(1)))
         return tasks

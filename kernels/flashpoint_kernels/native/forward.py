@@ -185,7 +185,8 @@ class Forward:
                 end = min(stop, edges[unit + 1])
                 row, head = rows[unit // self.heads], unit % self.heads
                 if unit not in merged:
-                    merged[unit] = torch.empty(row.chunks, self.group * row.queries * self._state_size)
+                    size = self.group * row.queries * self._state_size
+                    merged[unit] = torch.empty(row.chunks, size, dtype=torch.float32, device="cpu")
                 tasks += self._part(row, head, start - edges[unit], end - edges[unit], merged[unit])
                 start = end
             if tasks:

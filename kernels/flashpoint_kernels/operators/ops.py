@@ -65,7 +65,7 @@ def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[T
     inputs = [tensors[name] for name in FORWARD_TENSORS]
     refuse_transforms(tensors.items())
     drawn = options.dropout_p and options.dropout_seed is None
-    seed = torch.randint(1 << 53, (), device="cpu") if drawn else _seed(options)
+    seed = torch.randint(1 << 53, (), dtype=torch.int64, device="cpu") if drawn else _seed(options)
     if _is_direct(inputs):
         call: Callable[..., Any] = _Attention.apply if _differentiates(inputs) else _attention
     else:

@@ -59,7 +59,9 @@ def kept_bits(
         indices(columns)[None, None, :],
         indices(queries)[None, :, None],
         indices(heads).repeat(len(sequences))[:, None, None],
-        torch.tensor(sequences, device=device).repeat_interleave(_each(sequences, heads))[:, None, None],
+        torch.tensor(sequences, dtype=torch.int64, device=device).repeat_interleave(_each(sequences, heads))[
+            :, None, None
+        ],
         memory,
     )
     # Put two words into each int64, one into each int32: comparisons of these are vectorised, but comparisons that

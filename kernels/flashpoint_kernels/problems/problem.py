@@ -188,7 +188,9 @@ class Problem:
         if part.shape[0] > 1 and not sequences.consecutive(rows):
             full, first = self._mask_sequences(t)
             valid = full[:, :, : part.shape[2], : part.shape[3]]
-            valid.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
+            valid.index_copy_(
+                0, torch.tensor([row.batch - first for row in rows], dtype=torch.int64, device=t.device), part
+            )
 
     def _mask_sequences(self, t: Tensor) -> tuple[Tensor, int]:
         """Return a mask with all four dimensions, and the batch index of the first sequence in it."""
@@ -236,7 +238,9 @@ class Problem:
         if TENSORS[name].scale_of and not self.spec.per_row(name):
             if view.shape[0] == 1:
                 return view.expand(len(rows), -1, -1)
-            return view.index_select(0, torch.tensor([row.index for row in rows], device=view.device))
+            return view.index_select(
+                0, torch.tensor([row.index for row in rows], dtype=torch.int64, device=view.device)
+            )
         if self.spec.paged and TENSORS[name].of_keys:
             return sequences.gathered_pages(self.spec, view, self.tensors["block_table"], rows)
         return read(name, view, rows)
@@ -371,7 +375,7 @@ def _memory(name: str, info: TensorInfo, tensors: Mapping[str, Tensor]) -> Tenso
 def drawn_seed(options: Options) -> int | None:
     """Return the seed of dropout, drawn if the caller gives none; None without dropout."""
     if options.dropout_p and options.dropout_seed is None:
-        return int(torch.randint(1 << 53, ()).item())
+        return int(torch.randint(1 << 53, (), dtype=torch.int64, device="cpu").item())
     return options.dropout_seed
 
 

@@ -38,12 +38,12 @@ def viewed(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
 def gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return a copy (n, …) of sequences of equal lengths that need not be adjacent in memory."""
     if TENSORS[name].per_head:
-        index = torch.tensor([row.index for row in rows], device=view.device)
+        index = torch.tensor([row.index for row in rows], dtype=torch.int64, device=view.device)
         return view if view.ndim == 1 else view.index_select(0, index)
     start, length = _span(name, rows[0])
     if rows[0].batch != rows[-1].batch:
         valid = view.narrow(2, start, length)
-        return valid.index_select(0, torch.tensor([row.batch for row in rows], device=view.device))
+        return valid.index_select(0, torch.tensor([row.batch for row in rows], dtype=torch.int64, device=view.device))
     return parted(view[0].index_select(1, _positions(name, view, rows)), 1, (len(rows), length)).transpose(0, 1)
 
 
@@ -51,7 +51,7 @@ def scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> Non
     """Write a result back to the rows from which `gathered` copied."""
     start, length = _span(name, rows[0])
     if rows[0].batch != rows[-1].batch:
-        index = torch.tensor([row.batch for row in rows], device=view.device)
+        index = torch.tensor([row.batch for row in rows], dtype=torch.int64, device=view.device)
         view.narrow(2, start, length).index_copy_(0, index, answer.to(view.dtype))
     else:
         view[0].index_copy_(1, _positions(name, view, rows), answer.transpose(0, 1).flatten(1, 2))
@@ -59,8 +59,8 @@ def scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> Non
 
 def _positions(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return the rows of sequences of equal lengths in a packed tensor, one sequence after another."""
-    starts = torch.tensor([_span(name, row)[0] for row in rows], device=view.device)
-    return (starts[:, None] + torch.arange(_span(name, rows[0])[1], device=view.device)).flatten()
+    starts = torch.tensor([_span(name, row)[0] for row in rows], dtype=torch.int64, device=view.device)
+    return (starts[:, None] + torch.arange(_span(name, rows[0])[1], dtype=torch.int64, device=view.device)).flatten()
 
 
 def parted(t: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
@@ -77,7 +77,9 @@ def of_mask(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
         return mask
     if consecutive(rows):
         return mask.narrow(0, rows[0].batch - first, len(rows))
-    return mask.index_select(0, torch.tensor([row.batch - first for row in rows], device=mask.device))
+    return mask.index_select(
+        0, torch.tensor([row.batch - first for row in rows], dtype=torch.int64, device=mask.device)
+    )
 
 
 def check_pages(spec: Spec, rows: Sequence[Row], table: Tensor) -> None:
@@ -90,7 +92,8 @@ def check_pages(spec: Spec, rows: Sequence[Row], table: Tensor) -> None:
         raise ProblemError([("block_table", "contains a page number, but k and v have no pages")])
     if table.device.type != "cpu":
         return
-    read = torch.tensor([_pages(spec, row) for row in rows])[:, None] > torch.arange(table.shape[1])
+    pages = torch.tensor([_pages(spec, row) for row in rows], dtype=torch.int64, device="cpu")
+    read = pages[:, None] > torch.arange(table.shape[1], dtype=torch.int64, device="cpu")
     wrong = ((table < 0) | (table >= spec.pool)) & read
     if wrong.any():
         sequence, place = wrong.nonzero()[0].tolist()
@@ -106,7 +109,7 @@ def gathered_pages(spec: Spec, view: Tensor, table: Tensor, rows: Sequence[Row])
     From `table`, only the page numbers of these keys are read.
     """
     count, length = _pages(spec, rows[0]), rows[0].kv_len
-    index = torch.tensor([row.index for row in rows], device=table.device)
+    index = torch.tensor([row.index for row in rows], dtype=torch.int64, device=table.device)
     numbers = table.index_select(0, index)[:, :count].flatten()
     if table.device.type != "cpu":  # page numbers on a device were not checked
         numbers = numbers.clamp(0, max(spec.pool - 1, 0))

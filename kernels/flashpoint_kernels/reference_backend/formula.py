@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problems.dropout import kept_bits
+from flashpoint_kernels.problems.modes import flushing
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 
@@ -36,6 +37,7 @@ def backward(problems: Sequence[Problem]) -> None:
         solve_backward(problem, torch.float64)
 
 
+@flushing(False)
 def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
     """Write `problem.outputs` (`o` and `lse`, if present), computed in `dtype`.
 
@@ -52,6 +54,7 @@ def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None
                     x[name][:, queries.start : queries.stop] = answer
 
 
+@flushing(False)
 def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
     """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`.
 
@@ -95,23 +98,28 @@ def _gradients(
     problem: Problem, row: Row, inputs: dict[str, Tensor], x: dict[str, Tensor], queries: range, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the contribution of these queries to each requested gradient, by autograd."""
-    part = _of_queries(inputs, queries)
     names = [_LEAVES[name] for name in problem.outputs]
-    leaves = [part[name].detach().requires_grad_() for name in names]
     rows = slice(queries.start, queries.stop)
     # torch's dispatcher runs an operator with autograd off (ops.py). enable_grad alone does not change that, so also
-    # enable recording.
-    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+    # enable recording. Nothing is recorded of tensors of the inference mode, so copy these.
+    recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.inference_mode(False), torch.enable_grad(), recording:
+        part = {name: _recordable(t) for name, t in _of_queries(inputs, queries).items()}
+        leaves = [part[name].detach().requires_grad_() for name in names]
         answers = attend(problem, row, part | dict(zip(names, leaves, strict=True)), queries)
-        do = x["do"][:, rows].to(dtype)
-        dlse = x["dlse"][:, rows].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
+        do = _recordable(x["do"][:, rows].to(dtype))
+        dlse = _recordable(x["dlse"][:, rows].to(dtype)) if "dlse" in x else torch.zeros_like(answers[1])
         # The gradients of this loss for o and lse are do and dlse. If autograd.grad got do and dlse directly, it would
         # import sympy, which takes half a second. If only v is a leaf, lse has no gradient, because it does not depend
         # on v.
         pairs = zip(answers, (do, dlse), strict=True)
         losses = [(answer * gradient).sum() for answer, gradient in pairs if answer.requires_grad]
-    grads = torch.autograd.grad(losses, leaves)
+        grads = torch.autograd.grad(losses, leaves)
     return dict(zip(problem.outputs, grads, strict=True))
+
+
+def _recordable(t: Tensor) -> Tensor:
+    return t.clone() if t.is_inference() else t
 
 
 def blocks(problem: Problem) -> int:
@@ -166,8 +174,8 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
     s = spec.scale * (q @ k.repeat_interleave(group, 0).mT)
     if options.softcap:
         s = options.softcap * torch.tanh(s / options.softcap)
-    i = torch.arange(queries.start, queries.stop, device=s.device)[:, None]
-    j = torch.arange(row.kv_len, device=s.device)
+    i = torch.arange(queries.start, queries.stop, dtype=torch.int64, device=s.device)[:, None]
+    j = torch.arange(row.kv_len, dtype=torch.int64, device=s.device)
     ahead = j - i - row.offset
     if "alibi_slopes" in x:
         # Always in float64: float16 cannot count beyond 2048.

@@ -165,10 +165,13 @@ def _memory(bench: Bench) -> Running:
 
 
 def _exercises(bench: Bench) -> Running:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     names = ("q", "k", "v", "do")
-    tensors = {name: torch.randn(1, 8, 256, 64, generator=generator).to(bench.device) for name in names}
-    slopes = torch.exp2(-torch.arange(1.0, 9.0)).to(bench.device)
+    tensors = {
+        name: torch.randn(1, 8, 256, 64, generator=generator, dtype=torch.float32, device="cpu").to(bench.device)
+        for name in names
+    }
+    slopes = torch.exp2(-torch.arange(1.0, 9.0, dtype=torch.float32, device="cpu")).to(bench.device)
     problems: dict[str, tuple[dict[str, Tensor], Options]] = {
         "dropout": (tensors, Options(causal=True, dropout_p=0.1, dropout_seed=1)),
         "not causal": (tensors, Options()),
@@ -265,8 +268,8 @@ def _cudnn(bench: Bench) -> Running:
 
 def _derivations(bench: Bench) -> Running:
     yield {"type": "progress", "what": "tiles and gradients in float64"}
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, 130, 32, generator=generator, dtype=torch.float64) for _ in range(4))
+    generator = torch.Generator("cpu").manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 130, 32, generator=generator, dtype=torch.float64, device="cpu") for _ in range(4))
     s = q @ k.mT * 32**-0.5
     p = torch.softmax(s, -1)
     o, lse = _in_tiles(s, v)

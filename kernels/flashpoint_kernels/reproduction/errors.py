@@ -37,8 +37,11 @@ def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
 
     `torch` is the backend's difference from PyTorch, `exact` the backend's from float64, `its` PyTorch's from float64.
     """
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, 1, LENGTH, HEAD_DIM, generator=generator).to(device) for _ in range(4))
+    generator = torch.Generator("cpu").manual_seed(0)
+    q, k, v, do = (
+        torch.randn(1, 1, LENGTH, HEAD_DIM, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        for _ in range(4)
+    )
     plain = written_out(q, k, v, do)
     exact = written_out(*(t.double() for t in (q, k, v, do)))
     by_backend: dict[str, dict[str, dict[str, float]]] = {}

@@ -284,7 +284,7 @@ class Strips:
             s[:, j.stop - j.start :] = -INF
         if cells.cut[(head if len(cells.cut) > 1 else 0, *place)]:
             blocks = self.blocks[head if len(self.blocks) > 1 else 0]
-            at_i, at_j = (torch.arange(each.start, each.stop, device=s.device) for each in (i, j))
+            at_i, at_j = (torch.arange(each.start, each.stop, dtype=torch.int64, device=s.device) for each in (i, j))
             inside.masked_fill_(~blocks[(at_i // rows)[:, None], at_j // columns], -INF)
 
     def drop(self, strips: Numbers, keys: Numbers, p: Tensor, out: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
         n, taken = 256, [0.0]
         while taken[0] < PRODUCT_MS:
             n *= 2
-            matrix = torch.randn(n, n, device=device).to(DTYPES[name])
+            matrix = torch.randn(n, n, dtype=torch.float32, device=device).to(DTYPES[name])
             # Not timed: the first product of a process initialises the library, and the first of a size loads its code.
             torch.mm(matrix, matrix)
             yield from slices.pause()

@@ -262,7 +262,7 @@ def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[f
         (case.q_heads, case.q_len, case.value_dim),
     ):
         shape = (case.batch, heads, rows, dim)
-        t = torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype])
+        t = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(DTYPES[case.dtype])
         made.append(t if layout == "bhsd" else t.transpose(1, 2).contiguous())
         yield from slices.pause()
     return made

@@ -135,9 +135,9 @@ class Prepared:
         offset = row.offset
         causal = spec.window[1] < row.kv_len - 1 - offset  # if false, even the first query sees all keys
         if causal and (bias is not None or offset or row.q_len != row.kv_len):
-            keys, queries = (torch.arange(n, device=x["q"].device) for n in (row.kv_len, row.q_len))
+            keys, queries = (torch.arange(n, dtype=torch.int64, device=x["q"].device) for n in (row.kv_len, row.q_len))
             ahead = (keys > queries[:, None] + offset)[None, None]
-            bias = torch.zeros((), device=x["q"].device) if bias is None else bias
+            bias = torch.zeros((), dtype=torch.float32, device=x["q"].device) if bias is None else bias
             bias, causal = bias.masked_fill(ahead, -INF), False
         # With a mask, compute in float32: the operators need a mask in q's dtype, and 16 bits would round it (in
         # float16, −1e6 becomes −∞). On an H200 (torch 2.11) their 16-bit gradients with a mask were NaN, but those in

@@ -52,7 +52,7 @@ def test_the_kernels_in_c_refuse_a_missing_address() -> None:
     problem = Problem.create({n: t[n] for n in "qkv"}, Options(softcap=1.0))
     problem.tensors["k"].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has no memory"):
-        run([problem], "torch")
+        run([problem], "cpu")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -117,7 +117,8 @@ class RemoteCache(Cache):
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the sequences at `indices`: their numbers (n,), or a mask (B,)."""
-        self._take(torch.arange(max(0, self.batch_size))[torch.as_tensor(indices).cpu()].tolist())
+        places = torch.arange(max(0, self.batch_size), dtype=torch.int64, device="cpu")
+        self._take(places[torch.as_tensor(indices, dtype=None, device="cpu")].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times, one after the other."""

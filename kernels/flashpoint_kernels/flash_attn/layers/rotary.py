@@ -39,7 +39,7 @@ def apply_rotary_emb(
     half, rows = cos.shape[-1], x.shape[0 if cu_seqlens is not None else 1]
     if 2 * half > x.shape[-1]:
         raise ValueError(f"cos: rotary_dim is {2 * half}, and x has {x.shape[-1]} columns")
-    places = torch.arange(rows, device=x.device)
+    places = torch.arange(rows, dtype=torch.int64, device=x.device)
     if cu_seqlens is not None:
         starts = cu_seqlens.long()
         sequence = torch.searchsorted(starts[1:].contiguous(), places, right=True).clamp(max=max(len(starts) - 2, 0))

@@ -212,8 +212,11 @@ class _Chunk:
             seen = seen & (self.mask() > -math.inf)
         if batch.problem.spec.has("block_mask"):
             device = ahead.device
-            rows = torch.arange(self.at.start, self.at.stop, device=device)[:, None] // options.block_size[0]
-            keys = torch.arange(batch.keys, device=device) // options.block_size[1]
+            rows = (
+                torch.arange(self.at.start, self.at.stop, dtype=torch.int64, device=device)[:, None]
+                // options.block_size[0]
+            )
+            keys = torch.arange(batch.keys, dtype=torch.int64, device=device) // options.block_size[1]
             seen = seen & batch.problem.block_part(batch.rows)[:, :, rows, keys]
         return seen
 
@@ -263,8 +266,8 @@ class _Chunk:
                 loose = loose + 2 * unit.u * s.abs()
             else:
                 loose = strict
-        place = torch.arange(batch.keys, device=raw.device)
-        rows = torch.arange(self.at.start, self.at.stop, device=raw.device)
+        place = torch.arange(batch.keys, dtype=torch.int64, device=raw.device)
+        rows = torch.arange(self.at.start, self.at.stop, dtype=torch.int64, device=raw.device)
         ahead = place - rows[:, None] - batch.rows[0].offset
         bias = None
         if batch.slopes is not None:

@@ -35,6 +35,11 @@ def exp32(x: Tensor) -> Tensor:
     return torch.where(x < _UNDER, 0.0, torch.where(x > _OVER, math.inf, x.clamp(_UNDER, _OVER).exp()))
 
 
+def _each(count: int) -> Tensor:
+    """Return the indices of `count` rows, keys, heads or sequences."""
+    return torch.arange(count, dtype=torch.int64, device="cpu")
+
+
 class Forward:
     """The forward's formula with a change. `x` has q, k, v (B, H, S, ·) and masks, in float64."""
 
@@ -48,7 +53,7 @@ class Forward:
     def heads(self, t: Tensor) -> Tensor:
         """Return the keys or values for each query head."""
         case = self.case
-        h = torch.arange(case.q_heads)
+        h = _each(case.q_heads)
         index = {
             "": h // case.group, "mod": h % case.kv_heads, "first": 0 * h, "clamped": h.clamp_max(case.kv_heads - 1),
             "reversed": case.kv_heads - 1 - h // case.group,
@@ -56,15 +61,15 @@ class Forward:
         }[self.get("heads", "")]  # fmt: skip
         t = t[:, index]
         if self.get("batch"):
-            b = torch.arange(t.shape[0])
+            b = _each(t.shape[0])
             t = t[{"first": 0 * b, "last": 0 * b - 1, "mod 2": b % 2, "halves": b // 2}[self.get("batch")]]
         return t
 
     def seen(self) -> Tensor:
         case = self.case
-        i, j = torch.arange(case.q_len)[:, None], torch.arange(case.kv_len)
+        i, j = _each(case.q_len)[:, None], _each(case.kv_len)
         ahead = j - i - self.offset
-        seen = torch.ones(case.q_len, case.kv_len, dtype=torch.bool)
+        seen = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device="cpu")
         if tile := self.get("block_causal"):  # a tile is wholly visible if its first key is, else wholly hidden
             seen &= (j // tile) * tile - i - self.offset <= 0
         elif self.get("causal", case.causal):
@@ -107,7 +112,7 @@ class Forward:
         mask = self.x.get("attn_mask")
         seen = self.seen().expand(s.shape)
         if "alibi_slopes" in self.x and not self.get("no_alibi"):
-            i, j = torch.arange(case.q_len)[:, None], torch.arange(case.kv_len)
+            i, j = _each(case.q_len)[:, None], _each(case.kv_len)
             far = (j - i - (0 if self.get("alibi") == "absolute" else self.offset)).abs().double()
             slopes = self.x["alibi_slopes"].double()
             slopes = slopes.flip(0) if self.get("alibi") == "reversed" else slopes
@@ -154,7 +159,7 @@ class Forward:
             o = rounded_to(o, self.get("rounded"))
         rows = self.get("rows")
         if rows:
-            o = o.masked_fill(torch.arange(self.case.q_len)[:, None] >= rows, 0.0)
+            o = o.masked_fill(_each(self.case.q_len)[:, None] >= rows, 0.0)
         return o, lse
 
     def whole(self, s: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +194,7 @@ class Forward:
         """Compute the online softmax tile by tile, and omit one step."""
         tile, skip = self.get("tile"), self.get("skip", "")
         top = torch.full_like(s[..., :1], self.get("start", -math.inf))
-        total, acc = torch.zeros_like(top), torch.zeros(*s.shape[:-1], v.shape[-1], dtype=s.dtype)
+        total, acc = torch.zeros_like(top), s.new_zeros(*s.shape[:-1], v.shape[-1])
         for start in range(0, s.shape[-1], tile):
             part = s[..., start : start + tile]
             new = torch.maximum(top, part.amax(-1, keepdim=True))
@@ -293,8 +298,8 @@ def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mappi
     ds = ds.clamp(-change.get("ds_most", math.inf), change.get("ds_most", math.inf))
     rows, keys = change.get("rows", case.q_len), change.get("keys", case.kv_len)
     first = change.get("first_rows", 0)
-    kept = (torch.arange(case.q_len)[:, None] < rows) & (torch.arange(case.q_len)[:, None] >= first)
-    dq = scale * (ds * (torch.arange(case.kv_len) < keys)) @ k
+    kept = (_each(case.q_len)[:, None] < rows) & (_each(case.q_len)[:, None] >= first)
+    dq = scale * (ds * (_each(case.kv_len) < keys)) @ k
     dk = scale * (ds * kept).mT @ q
     dv = (weights * kept).mT @ do
     for name in ("dq", "dk", "dv"):
@@ -310,14 +315,15 @@ def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mappi
         folded = [t.unflatten(1, (case.group, case.kv_heads)).sum(1) for t in (dk, dv)]
     if change.get("batch"):
         pick = 0 if change["batch"] == "first" else -1
-        folded = [torch.zeros_like(t).index_copy_(0, torch.tensor([pick % case.batch]), t[pick][None]) for t in folded]
+        at = _each(case.batch)[pick:][:1]
+        folded = [torch.zeros_like(t).index_copy_(0, at, t[pick][None]) for t in folded]
     dk, dv = folded
     tails = change.get("tail_keys")
     if tails is not None:
-        cut = torch.arange(case.kv_len)[:, None] < tails
+        cut = _each(case.kv_len)[:, None] < tails
         dk, dv = dk * cut, dv * cut
     if "tail_rows" in change:
-        dq = dq * (torch.arange(case.q_len)[:, None] < change["tail_rows"])
+        dq = dq * (_each(case.q_len)[:, None] < change["tail_rows"])
     if change.get("heads") == "first":
-        dq = dq * (torch.arange(case.q_heads) % case.group == 0)[:, None, None]
+        dq = dq * (_each(case.q_heads) % case.group == 0)[:, None, None]
     return {"dq": dq, "dk": dk, "dv": dv}

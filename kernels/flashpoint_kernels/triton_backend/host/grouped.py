@@ -48,7 +48,7 @@ class Upload:
 
     def _copy(self) -> None:
         words = [-(-array.nbytes // _ALIGNMENT) * (_ALIGNMENT // 4) for array in self._waiting]
-        host = torch.empty(sum(words), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        host = torch.empty(sum(words), dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
         there = host if self._device.type == "cpu" else torch.empty_like(host, device=self._device)
         numbers, start, of_dtype = host.numpy(), 0, {np.dtype(np.int32): there}
         for array, count in zip(self._waiting, words, strict=True):

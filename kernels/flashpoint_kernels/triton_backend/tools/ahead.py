@@ -52,9 +52,9 @@ class Wanted(NamedTuple):
     def _problem(self, q_len: int, kv_len: int) -> Problem:
         shapes = {"q": (1, 1, q_len, self.head_dim), "k": (1, 1, kv_len, self.head_dim)}
         shapes |= {"v": shapes["k"]} | ({"do": shapes["q"]} if self.direction == "backward" else {})
-        tensors = {name: torch.zeros(shape, dtype=DTYPES[self.dtype]) for name, shape in shapes.items()}
+        tensors = {name: torch.zeros(shape, dtype=DTYPES[self.dtype], device="cpu") for name, shape in shapes.items()}
         if self.level == 2:
-            tensors["attn_mask"] = torch.ones(q_len, kv_len, dtype=torch.bool)
+            tensors["attn_mask"] = torch.ones(q_len, kv_len, dtype=torch.bool, device="cpu")
         return Problem.create(tensors, Options(window=(64, 0) if self.level == 1 else (-1, -1)), self.direction)
 
 

@@ -159,7 +159,7 @@ def _report(verification: Verification, device: str, start: float, seed: int | N
 
 def _tensor(packed: PackedBody) -> Tensor:
     if not packed.data:
-        return torch.empty(packed.shape, dtype=DTYPES[packed.dtype])
+        return torch.empty(packed.shape, dtype=DTYPES[packed.dtype], device="cpu")
     return torch.frombuffer(bytearray(packed.data), dtype=DTYPES[packed.dtype]).view(packed.shape)
 
 
@@ -219,10 +219,15 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
     shape, extras = request.shape, request.extras
     if {"bool_mask", "float_mask"} <= set(extras):
         raise ProblemError([("extras", "a problem can have only one mask: choose bool_mask or float_mask")])
-    generator = torch.Generator().manual_seed(request.seed)
+    generator = torch.Generator("cpu").manual_seed(request.seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(device, DTYPES[request.dtype])
+        return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu").to(
+            device, DTYPES[request.dtype]
+        )
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator, dtype=torch.float32, device="cpu")
 
     def rows(heads: int, length: int, dim: int) -> Tensor:
         sizes = {
@@ -241,18 +246,18 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
         tensors["do"] = rows(shape.q_heads, shape.q_len, shape.value_dim)
     if request.layout == "thd":
         for name, length in (("cu_seqlens_q", shape.q_len), ("cu_seqlens_k", shape.kv_len)):
-            tensors[name] = torch.arange(shape.batch + 1) * length
+            tensors[name] = torch.arange(shape.batch + 1, dtype=torch.int64, device="cpu") * length
     if "float_mask" in extras:
         tensors["attn_mask"] = normal(1, shape.q_heads, shape.q_len, shape.kv_len)
     if "bool_mask" in extras:
-        seen = torch.rand(shape.batch, 1, shape.q_len, shape.kv_len, generator=generator) < 0.75
+        seen = uniform(shape.batch, 1, shape.q_len, shape.kv_len) < 0.75
         tensors["attn_mask"] = seen.to(device)
     if "block_mask" in extras:
         blocks = (-(-n // size) for n, size in zip((shape.q_len, shape.kv_len), request.block_size, strict=True))
-        seen = torch.rand(shape.batch, shape.q_heads, *blocks, generator=generator) < 0.5
+        seen = uniform(shape.batch, shape.q_heads, *blocks) < 0.5
         tensors["block_mask"] = seen.to(device)
     if "alibi_slopes" in extras:
-        heads = torch.arange(1, shape.q_heads + 1)
+        heads = torch.arange(1, shape.q_heads + 1, dtype=torch.float32, device="cpu")
         tensors["alibi_slopes"] = torch.exp2(-8.0 * heads / shape.q_heads).to(device)
     if "sinks" in extras:
         tensors["sinks"] = normal(shape.q_heads)
@@ -261,9 +266,13 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
             tensors[name] = _lengths(shape, length, generator)
     if "offset" in extras:
         ends = -shape.q_len, shape.kv_len + 1  # from the offset that hides all keys to one that hides none
-        tensors["offset"] = torch.randint(*ends, (shape.batch,), generator=generator)
+        tensors["offset"] = _integers(*ends, shape, generator)
     return tensors
 
 
 def _lengths(shape: Shape, length: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(min(1, length), length + 1, (shape.batch,), generator=generator)
+    return _integers(min(1, length), length + 1, shape, generator)
+
+
+def _integers(low: int, high: int, shape: Shape, generator: torch.Generator) -> Tensor:
+    return torch.randint(low, high, (shape.batch,), generator=generator, dtype=torch.int64, device="cpu")

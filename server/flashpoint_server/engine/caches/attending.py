@@ -219,7 +219,11 @@ class CachedCall(NamedTuple):
         page = pages["k"].shape[2]
         if spec.options.layout != "bhsd" and (spec.ragged or spec.rank == 4):
             pages = {name: t.transpose(1, 2) for name, t in pages.items()}
-        given = self._four_dimensional() | pages | {"block_table": table, "kv_lengths": torch.tensor(lengths)}
+        given = (
+            self._four_dimensional()
+            | pages
+            | {"block_table": table, "kv_lengths": torch.tensor(lengths, dtype=torch.int64, device="cpu")}
+        )
         if "attn_mask" in given:
             given["attn_mask"] = _columns(given["attn_mask"], table.shape[1] * page)
         if "block_mask" in given:
@@ -269,7 +273,7 @@ _Pages = tuple[dict[str, Tensor], Tensor, list[int]]
 def _paged(tracks: Sequence[Track], pool: PagePool) -> _Pages:
     """Return all pages of `pool`, and the page numbers and the number of keys of each track, without dropped tokens."""
     lengths = [track.length - track.first for track in tracks]
-    table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
+    table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32, device="cpu")
     for row, track in zip(table, tracks, strict=True):
         numbers = track.numbers(track.first)
         row[: len(numbers)] = numbers
@@ -282,12 +286,14 @@ def _from_start(tracks: Sequence[Track], pool: PagePool) -> _Pages:
     Page 0 has zeros; the block table names it for dropped tokens.
     """
     lengths = [track.length for track in tracks]
-    table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
+    table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32, device="cpu")
     numbers = [track.numbers(track.first) for track in tracks]
     count = 1
     for row, track, pages_of_track in zip(table, tracks, numbers, strict=True):
         first = track.first // SMALLEST_CHUNK
-        row[first : first + len(pages_of_track)] = torch.arange(count, count + len(pages_of_track), dtype=torch.int32)
+        row[first : first + len(pages_of_track)] = torch.arange(
+            count, count + len(pages_of_track), dtype=torch.int32, device="cpu"
+        )
         count += len(pages_of_track)
     index = torch.cat(numbers).to(pool.k.device)
     pages = {}
@@ -311,10 +317,10 @@ def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> _Pages
     pool = max(1, sum(counts))
     k = torch.empty(pool, size.heads, page, size.head_dim, dtype=q.dtype, device=q.device)
     v = torch.empty(pool, size.heads, page, size.value_dim, dtype=q.dtype, device=q.device)
-    table = torch.zeros(len(tracks), max(1, *counts), dtype=torch.int32)
+    table = torch.zeros(len(tracks), max(1, *counts), dtype=torch.int32, device="cpu")
     edges = [0, *accumulate(counts)]
     for n, (track, start, (first, last)) in enumerate(zip(tracks, starts, pairwise(edges), strict=True)):
-        table[n, : last - first] = torch.arange(first, last, dtype=torch.int32)
+        table[n, : last - first] = torch.arange(first, last, dtype=torch.int32, device="cpu")
         _gather(track, start, k[first:last], v[first:last])
     return {"k": k, "v": v}, table, lengths
 

@@ -47,7 +47,9 @@ class Chunk:
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         if size.quantized:
-            self.k_scale, self.v_scale = torch.empty(2, 1, size.heads, capacity, device=size.device).unbind(0)
+            self.k_scale, self.v_scale = torch.empty(
+                2, 1, size.heads, capacity, dtype=torch.float32, device=size.device
+            ).unbind(0)
         self.nbytes = size.nbytes * capacity
 
     def spans(self) -> Iterator[tuple[int, ...]]:
@@ -331,8 +333,10 @@ class Track:
         """Return the page numbers (int32) of the tokens from `start` on, which must be the first token of a chunk."""
         if (numbers := self._numbers.get(start)) is None:
             chunks = (chunk for chunk in self.chunks[start // CHUNK :] if chunk is not None)
-            runs = [torch.arange(c.place, c.place + len(c.k), dtype=torch.int32) for c in chunks]
-            numbers = self._numbers[start] = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int32)
+            runs = [torch.arange(c.place, c.place + len(c.k), dtype=torch.int32, device="cpu") for c in chunks]
+            numbers = self._numbers[start] = (
+                torch.cat(runs) if runs else torch.empty(0, dtype=torch.int32, device="cpu")
+            )
         return numbers[: -(-(self.length - start) // SMALLEST_CHUNK)]
 
     def scales(self, start: int, stop: int) -> Iterator[TokenRun]:

@@ -146,7 +146,7 @@ class TorchDevice:
             log.warning("memory not pinned", size=len(memory), error=str(error))
             # Clear CUDA's error state: otherwise this thread's next launch would report the error.
             with suppress(RuntimeError):
-                torch.zeros(1, device=self.info.name)
+                torch.zeros(1, dtype=torch.float32, device=self.info.name)
         else:
             self._pinned.add(_address(memory))
 

@@ -23,5 +23,5 @@ def bytes_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
     """Like `tensor_in`, but bool as uint8: a caller may send any byte, and only 0 and 1 are defined for bool."""
     dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
     if not (count := math.prod(t.shape)):
-        return torch.empty(t.shape, dtype=dtype)
+        return torch.empty(t.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(segments[t.segment], dtype=dtype, count=count, offset=t.offset).view(t.shape)
