@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -95,15 +94,16 @@ def _shares(backward: Backward, spec: Spec, rows: list[Row] | tuple[Row, ...], t
     return backward.shares([_sequence(spec, row) for row in rows], threads)
 
 
-def prepared(problem: Problem, threads: int) -> Callable[[], None]:
-    """Return a function that does what `differentiate` does.
+def prepared(problem: Problem, threads: int) -> Callable[[], None] | None:
+    """Return a function that does what `differentiate` does, also after other values were written into the tensors.
 
-    If `repeats(problem)`, it can be called again after other values were written into the problem's tensors.
+    The function holds views of the tensors, not the problem. Return None where views are not enough: tensors must be
+    copied, `repeats(problem)` is false, or lse has a gradient.
     """
     t = {name: problem.view(name) for name in (*_IN_ROWS, "lse")} | {n: problem.view(n) for n in problem.outputs}
     rows = [row for row in problem.rows if row.q_len]
     if not rows or not repeats(problem) or "dlse" in problem.tensors or any(t[n].stride(-1) != 1 for n in _IN_ROWS):
-        return partial(differentiate, problem, threads)
+        return None
     backward = Backward(t, problem.spec.scale, problem.spec.options.softcap, 1.0, Dropped(), 0, False)
     return backward.call(_shares(backward, problem.spec, rows, threads))
 

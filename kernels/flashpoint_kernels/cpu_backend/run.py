@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+from flashpoint_kernels.cpu_backend.backward import differentiate
 from flashpoint_kernels.cpu_backend.backward import prepared as prepared_gradient
 from flashpoint_kernels.cpu_backend.forward import prepared, repeats
 from flashpoint_kernels.problems.problem import Problem, forward_of
@@ -41,7 +43,8 @@ def backward(problems: Sequence[Problem]) -> None:
 def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:
     """Return the functions that compute a gradient, as `_calls` does; if `lse` is missing, also those of the forward.
 
-    They are stored in `problem.calls` only if the outputs of this forward have at most KEPT_BYTES.
+    They are stored in `problem.calls` only if the outputs of this forward have at most KEPT_BYTES, and if no function
+    refers to the problem: a problem that holds itself would keep its tensors until Python's collector runs.
     """
     calls: list[Callable[[], object]] = []
     whole, nbytes = problem, 0
@@ -51,7 +54,11 @@ def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:
         whole = replace(problem, tensors=problem.tensors | forward.outputs)
         nbytes = sum(t.nbytes for t in forward.outputs.values())
     problem.clear_outputs()
-    calls.append(prepared_gradient(whole, problem.threads or 1))
-    if repeats(problem) and not problem.has_gaps and nbytes <= KEPT_BYTES:
+    threads = problem.threads or 1
+    gradient = prepared_gradient(whole, threads)
+    if gradient is None:
+        return [*calls, partial(differentiate, whole, threads)]
+    calls.append(gradient)
+    if not problem.has_gaps and nbytes <= KEPT_BYTES:
         problem.calls = calls
     return calls

@@ -91,7 +91,7 @@ class Problem:
     pages: np.ndarray | None = None
     # Functions with which a backend computes this problem again in the same memory. An engine may write other values
     # into that memory and run the problem again; the backend then need not make the views of a small call again. A
-    # problem that `replace` returns has a new, empty list.
+    # problem that `replace` returns has a new, empty list. The functions refer to tensors, never to the problem.
     calls: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     @classmethod
