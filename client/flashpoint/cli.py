@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # No message for a BrokenPipeError: the reader closed the pipe, as in `flashpoint --help | head -3`.
         if not isinstance(error, BrokenPipeError):
             complain("flashpoint", f"cannot read or write: {error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes stdout again at exit
+        with contextlib.suppress(OSError):  # Python flushes stdout again at exit; a closed one has no descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
         return 1
     return code
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -34,6 +34,8 @@ STAGES = {
     "causes": "known mistakes",
 }
 WIDTH = 140  # characters in a table's line if the output is not a terminal
+NARROWEST, WIDEST = 40, 1000  # in a narrower terminal, lines break at its edge
+HEIGHT = 25  # lines; no output depends on it
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
 
@@ -155,7 +157,7 @@ def check_matplotlib(option: str) -> None:
 @contextmanager
 def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tuple[Callable[..., None], bool]]:
     """Yield a function that updates a bar on stderr, and whether stderr is a terminal: otherwise there is no bar."""
-    stderr = Console(stderr=True)
+    stderr = _console(to_stderr=True)
     columns = (BarColumn(), *([MofNCompleteColumn()] if counted else []), TimeElapsedColumn())
     disabled = not stderr.is_terminal
     with Progress(*columns, TextColumn("{task.description}"), console=stderr, transient=True, disable=disabled) as bar:
@@ -202,8 +204,18 @@ def write_json(path: Path | None, document: Any) -> None:
 
 def console(json_file: Path | None = None) -> Console:
     """Return the console for tables: stdout, or stderr if the JSON goes to stdout."""
-    to_stderr = str(json_file) == "-"
-    output = Console(stderr=to_stderr, highlight=False, emoji=False)
-    if not output.is_terminal:
-        output.width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
-    return output
+    return _console(to_stderr=str(json_file) == "-")
+
+
+def _console(*, to_stderr: bool) -> Console:
+    """Return a console whose width is COLUMNS if that is a number above 0, else the terminal's, else WIDTH.
+
+    Its sizes are given: rich would take any number of COLUMNS and LINES, such as 0, and fail for other digits.
+    """
+    stream = sys.stderr if to_stderr else sys.stdout
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    with suppress(OSError, ValueError):  # not a terminal, or no file
+        width = width or os.get_terminal_size(stream.fileno()).columns
+    width = min(max(width or WIDTH, NARROWEST), WIDEST)
+    return Console(stderr=to_stderr, width=width, height=HEIGHT, highlight=False, emoji=False)

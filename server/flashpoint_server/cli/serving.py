@@ -210,6 +210,8 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # the service does not use the client's address
+        workers=1,  # otherwise uvicorn reads WEB_CONCURRENCY, which may be no number
+        forwarded_allow_ips="",  # otherwise it reads FORWARDED_ALLOW_IPS
         timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=LAST_BYTES,
     )

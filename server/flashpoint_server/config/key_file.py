@@ -117,7 +117,7 @@ def text_of(path: Path) -> str:
 
 def _decoded(text: bytes, path: Path) -> str:
     try:
-        return text.decode("utf-8")
+        return text.decode("utf-8-sig")
     except UnicodeDecodeError:  # the error's own text would show the bytes
         raise ValueError(f"{path} is not TOML: not UTF-8") from None
 

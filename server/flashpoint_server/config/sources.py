@@ -95,7 +95,7 @@ def _config(path: Path | None, source: str) -> dict[str, tuple[str, str]]:
     if path is None:
         return {}
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
+        document = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError([(source, f"{path} cannot be read: {_reason(error)}", None)]) from None
     except tomllib.TOMLDecodeError as error:
@@ -124,7 +124,7 @@ def _text(value: Any) -> str:
 
 def _env_file(path: Path, source: str) -> dict[str, str]:
     try:
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:
             variables = dotenv_values(stream=stream, interpolate=False)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError([(source, f"{path} cannot be read: {_reason(error)}", None)]) from None

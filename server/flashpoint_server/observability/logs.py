@@ -101,7 +101,7 @@ def configure(style: Literal["auto", "json", "console"], level: str) -> None:
         renderer, ours = [structlog.processors.format_exc_info, _json], [_json_line]
     else:
         console = structlog.dev.ConsoleRenderer(
-            colors=os.isatty(STDERR) and "NO_COLOR" not in os.environ,
+            colors=os.isatty(STDERR) and not os.environ.get("NO_COLOR"),
             exception_formatter=structlog.dev.plain_traceback,  # rich's shows the values of all local variables
         )
         renderer, ours = [console], [*shared, console, _encoded]

@@ -140,3 +140,8 @@ def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
     assert open_to_all(Settings(host=host, api_keys="k")) is None
     assert open_to_all(Settings(host=host, insecure=True)) == expected  # the server logs a warning, and starts
     assert Settings().host == "127.0.0.1"
+
+
+def test_variables_of_other_servers_have_no_effect(start_server):
+    variables = {"WEB_CONCURRENCY": "auto", "FORWARDED_ALLOW_IPS": "*", "UVICORN_PORT": "1", "PORT": "x", "LINES": "x"}
+    assert start_server(ready=False, environment=variables).get("/health/live")[0] == 200

@@ -27,6 +27,16 @@ def test_a_stray_env_file_has_no_effect(tmp_path, monkeypatch):
     assert load({}, environment={}).settings == Settings()
 
 
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    """Editors on Windows write one."""
+    toml, env, keys = (tmp_path / name for name in ("a.toml", "a.env", "keys.toml"))
+    toml.write_text("port = 1\n", encoding="utf-8-sig")
+    env.write_text("FLASHPOINT_WORKERS=3\n", encoding="utf-8-sig")
+    keys.write_text(f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["info"]\n', encoding="utf-8-sig")
+    settings = load({"api_keys_file": str(keys)}, toml, env, {}).settings
+    assert (settings.port, settings.workers, settings.api_keys_file) == (1, 3, keys)
+
+
 def test_settings_pass_through_an_environment():
     flags = {"api_keys": "a:info,b", "cache_secret": "x" * 32, "insecure": "true", "grpc_port": "5", "port": "6"}
     settings = load(flags, environment={}).settings

@@ -106,5 +106,5 @@ def _text(param: Any) -> str:
 
 
 def _bold(text: str) -> str:
-    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"{_BOLD}{text}{_PLAIN}" if colours else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
 import sys
@@ -30,12 +31,28 @@ def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(_ERRORS, _replace)
 
 
+class _Closed(io.TextIOBase):
+    """Stands in the place of a stdout that the caller has closed. A write fails, so that no result is lost silently."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._holder = os.open(os.devnull, os.O_WRONLY)  # otherwise the next file or socket would become stdout
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EBADF, "stdout is closed")
+
+
 def prepare() -> None:
-    """Make stdout and stderr write any text: to a terminal, a pipe or a file of any encoding, or to no stream."""
+    """Make stdout and stderr write any text to a terminal, a pipe or a file of any encoding.
+
+    Text for a closed stderr is dropped; a write to a closed stdout raises OSError.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # the caller has closed the stream
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        if stream is None:
+            closed = _Closed() if name == "stdout" else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, closed)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
 

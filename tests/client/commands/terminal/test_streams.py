@@ -94,10 +94,20 @@ def test_a_process_of_another_locale_ends_well(environment):
     assert b"--q-len INT," in done.stdout
 
 
-@pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-", "</dev/null >/dev/full"])
-def test_a_closed_or_full_stdout_is_no_traceback(shell):
+@pytest.mark.parametrize(
+    ("command", "shell", "code", "says"),
+    [
+        ("--help", "2>&-", 0, ""),
+        ("--help", ">&- 2>&-", 1, ""),
+        ("--help", ">&-", 1, "stdout is closed"),
+        ("config", ">&-", 1, "stdout is closed"),
+        ("--version", ">&-", 1, "stdout is closed"),
+        ("--help", "</dev/null >/dev/full", 1, "No space left"),
+    ],
+)
+def test_a_closed_or_full_stdout_is_an_error_without_a_traceback(command, shell, code, says):
     flashpoint = Path(sys.executable).parent / "flashpoint"
-    done = subprocess.run(f"{flashpoint} --help {shell}", shell=True, capture_output=True, text=True, check=False)
-    full = "full" in shell
-    assert (done.returncode, "Traceback" in done.stderr) == (1 if full else 0, False)
-    assert ("No space left" in done.stderr) == full
+    ran = f"{flashpoint} {command} {shell}"
+    done = subprocess.run(ran, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert says in done.stderr
