@@ -7,7 +7,9 @@
 #include "memory.h"
 #include "options.h"
 
-#define KEYS 128 /* keys of a block; also in native/backward.py */
+#ifndef KEYS
+#define KEYS 128 /* keys of a block */
+#endif
 
 /* The rows of a tensor. Strides are in bytes; the elements of a row are adjacent. An address of 0 means that the tensor
    is absent. */

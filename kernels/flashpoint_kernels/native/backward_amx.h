@@ -10,14 +10,18 @@
 #include "tiles.h"
 
 #define UNIT STEP
-#define QUERIES 128
+#ifndef QUERIES
+#define QUERIES 128                       /* queries of a block */
+#endif
 #define STRIP 32                          /* queries of a strip, two tiles: their S and dP are computed together */
 #define TILE (TILE_BYTES / 4)             /* numbers of a tile of float32 */
 #define KEY_TILES (KEYS / 16)
 #define STRIP_BYTES (KEY_TILES * TILE_BYTES) /* size of a strip's P or dS as tiles of b */
 
 #if LANES != 16
+#if LANES != 16
 #error "a row of a tile is one vector of 16 floats"
+#endif
 #endif
 
 struct scratch {

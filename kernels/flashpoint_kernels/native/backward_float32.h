@@ -2,7 +2,9 @@
    to float32 block by block. */
 
 #define UNIT 16    /* zeros fill dimensions up to a multiple of this */
+#ifndef QUERIES
 #define QUERIES 64 /* queries of a block: S and dP stay in the L1 cache */
+#endif
 #define PITCH (KEYS + 16) /* stride of rows of S in floats; not a power of two, so that rows use different cache sets */
 
 struct scratch {

@@ -8,7 +8,10 @@
 #include "options.h"
 #include "products.h"
 
-#define CHUNK 1024 /* keys of one softmax; also in native/forward.py */
+/* The macros of block sizes in `#ifndef` are smaller in the guarded build of the tests (tests/support/native/build.py). */
+#ifndef CHUNK
+#define CHUNK 1024 /* keys of one softmax; also in native/rows.py */
+#endif
 #define MOST_GROUPS 16 /* largest number of groups in a block */
 
 /* The addresses of `task.tokens` consecutive keys and values, of all heads. Addresses are for head 0; strides between

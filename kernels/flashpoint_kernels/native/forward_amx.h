@@ -7,7 +7,9 @@
 
 #include "tiles.h"
 
+#ifndef BLOCK
 #define BLOCK 256
+#endif
 #define STEPS (BLOCK / STEP)
 #define QUERIES 16     /* queries of a tile */
 #define STRIP 32       /* rows of a strip, two tiles: a block is computed strip by strip */
@@ -18,6 +20,9 @@
 #if LANES != 16
 #error "queries are the 16 lanes of a vector"
 #endif
+
+/* Magnitudes of STEP numbers in bfloat16, as bits. */
+typedef uint16_t shorts __attribute__((vector_size(2 * STEP)));
 
 /* Two groups of keys or values, loaded as rows of tiles. `step` is the stride from row to row in bytes. */
 struct rows_of_keys {
@@ -127,15 +132,28 @@ INLINE const char *key_row(const struct rows_of_keys *rows, int64_t key) {
     return rows[key / STEP].at[key % STEP / GROUP] + key % GROUP * rows[key / STEP].step;
 }
 
+INLINE shorts largest_shorts(shorts x, shorts y) {
+#if defined(__AVX512F__)
+    return (shorts)_mm512_max_epu16((__m512i)x, (__m512i)y);
+#else
+    const shorts larger = (shorts)(x > y);
+    return (x & larger) | (y & ~larger);
+#endif
+}
+
 /* Read a bfloat16 row in steps of STEP elements. Return in each of STEP lanes the largest of `peak` and the lane's
    magnitudes, as bits. As bits, infinity and NaN are larger than all finite numbers. */
-INLINE __m512i peak_of_row(__m512i peak, const char *row, int64_t width) {
-    for (int64_t d = 0; d < width; d += STEP)
-        peak = _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(row + 2 * d), _mm512_set1_epi16(0x7fff)));
+INLINE shorts peak_of_row(shorts peak, const char *row, int64_t width) {
+    for (int64_t d = 0; d < width; d += STEP) {
+        shorts x;
+        memcpy(&x, row + 2 * d, sizeof x);
+        x &= 0x7fff;
+        peak = largest_shorts(peak, x);
+    }
     return peak;
 }
 
-INLINE float peak_of(__m512i bits) {
+INLINE float peak_of(shorts bits) {
     uint16_t numbers[32], most = 0;
     memcpy(numbers, &bits, sizeof bits);
     for (int i = 0; i < 32; i++)
@@ -148,7 +166,7 @@ INLINE float peak_of(__m512i bits) {
 
 INLINE void load_queries(const struct call *call, const struct task *task, struct scratch *own, int64_t head) {
     const int64_t rows = call->group * task->own.queries, bytes = own->dim * 2;
-    __m512i peak = _mm512_setzero_si512();
+    shorts peak = {0};
     struct cursor cursor = first_row(task);
     own->tiles_of_queries = tiles_of(rows);
     for (int64_t first = 0; first < own->tiles_of_queries * QUERIES; first += QUERIES) {
@@ -162,7 +180,7 @@ INLINE void load_queries(const struct call *call, const struct task *task, struc
 }
 
 INLINE float peak_of_keys(const struct rows_of_keys *rows, const struct keys *keys, int64_t width) {
-    __m512i peak = _mm512_setzero_si512();
+    shorts peak = {0};
     for (int64_t j = keys->from; j < keys->to; j++) peak = peak_of_row(peak, key_row(rows, j), width);
     return peak_of(peak);
 }
@@ -283,7 +301,7 @@ INLINE void put_right_all(const struct scratch *own, float *s, int64_t tile, str
     for (int64_t j = hull.low * STEP; j < hull.high * STEP; j++)
         for (int64_t n = 0; n < tiles; n++) {
             float *at = s + (j / 16 * tiles + n) * 256 + j % 16 * 16;
-            if (_mm512_test_epi32_mask((__m512i)is_number(load_floats(at)), _mm512_set1_epi32(1)) != 0xffff)
+            if (!in_all_lanes(is_number(load_floats(at))))
                 put_right(own, at, tile + n, j);
         }
 }
@@ -364,7 +382,7 @@ INLINE floats largest_of(const float *s, struct hull hull, const int tiles) {
 
 /* Multiply o of a tile of queries by the factors `alpha`. A factor of 1 does not change a row's bits. */
 INLINE void rescale(struct scratch *own, int64_t tile, floats alpha, const int tiles) {
-    if (_mm512_cmp_ps_mask((__m512)alpha, _mm512_set1_ps(1), _CMP_NEQ_UQ) == 0) return;
+    if (in_all_lanes(alpha == 1)) return;
     float *o = own->tiles + tile * own->value_dim * 16;
     for (int64_t d = 0; d < own->value_dim; d++)
         store_floats(o + d * 16, load_floats(o + d * 16) * (tiles == 1 ? splat(alpha[d % 16]) : alpha));

@@ -3,8 +3,12 @@
    For each block of keys, each STRIP of rows computes its scores, the online softmax and the weighted sum of values
    before the next strip, so that its probabilities stay in the L1 cache. */
 
-#define BLOCK 128
+#ifndef BLOCK
+#define BLOCK 128 /* keys of a block, a multiple of PANEL */
+#endif
+#ifndef STRIP
 #define STRIP 24 /* a multiple of TALL */
+#endif
 
 struct scratch {
     struct keys keys[2];

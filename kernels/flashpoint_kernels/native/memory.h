@@ -4,6 +4,13 @@
 #define FLASHPOINT_MEMORY
 
 #include "vectors.h"
+#ifdef GUARDS /* tests: AddressSanitizer reports each access behind an array */
+#include <sanitizer/asan_interface.h>
+#define GAP 4096
+#else
+#define GAP 0
+#define ASAN_POISON_MEMORY_REGION(from, bytes) (void)0
+#endif
 
 /* Why a call failed: memory is missing, or a tensor that has elements has no address. Results of calls are 0 or these. */
 #define NO_MEMORY 1
@@ -22,7 +29,8 @@ struct memory {
 
 INLINE void *take(struct memory *memory, int64_t bytes) {
     char *found = memory->start + (memory->start ? memory->used : 0);
-    memory->used += (bytes + 63) / 64 * 64;
+    if (memory->start) ASAN_POISON_MEMORY_REGION(found + bytes, rounded(bytes, 64) + GAP - bytes);
+    memory->used += rounded(bytes, 64) + GAP;
     return found;
 }
 

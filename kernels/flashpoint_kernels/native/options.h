@@ -46,7 +46,7 @@ typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 
 /* Return b times the low 32 bits of each element of `a`, as 64 bits. */
 INLINE longs product32(longs a, uint32_t b) {
-#if LANES == 16
+#if defined(__AVX512F__)
     return (longs)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
 #elif LANES == 8
     return (longs)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));

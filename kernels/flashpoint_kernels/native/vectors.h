@@ -15,8 +15,9 @@
 #include <arm_neon.h>
 #endif
 
-/* LANES: the number of floats in a register. */
-#if defined(__AVX512F__)
+/* LANES: the number of floats in a vector. With LANES_16 the compiler makes 16 lanes of narrower registers: tests run the
+   code for AVX-512, and with TILES_IN_C that for AMX, on any processor. */
+#if defined(__AVX512F__) || defined(LANES_16)
 #define LANES 16
 #elif defined(__AVX2__)
 #define LANES 8
@@ -64,13 +65,24 @@ INLINE floats choose(ints which, floats a, floats b) {
 /* Return x where `which` is set, else 0. */
 INLINE floats only(ints which, floats x) { return as_floats((words)which & as_words(x)); }
 
+/* Return whether all lanes of a comparison are true. */
+INLINE int in_all_lanes(ints x) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) == 0xffff;
+#else
+    int all = 1;
+    for (int i = 0; i < LANES; i++) all &= x[i] != 0;
+    return all;
+#endif
+}
+
 INLINE floats absolute(floats x) { return as_floats(as_words(x) & 0x7fffffffu); }
 
 INLINE void store_floats(void *p, floats x) { memcpy(p, &x, sizeof x); }
 
 /* Return a·b + c, rounded once. */
 INLINE floats multiply_add(floats a, floats b, floats c) {
-#if LANES == 16
+#if defined(__AVX512F__)
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif LANES == 8
     return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -84,7 +96,7 @@ INLINE floats multiply_add(floats a, floats b, floats c) {
 
 /* Return the larger of x and y, or y if one of them is NaN. */
 INLINE floats largest(floats x, floats y) {
-#if LANES == 16
+#if defined(__AVX512F__)
     return (floats)_mm512_max_ps((__m512)x, (__m512)y);
 #elif LANES == 8
     return (floats)_mm256_max_ps((__m256)x, (__m256)y);
@@ -95,7 +107,7 @@ INLINE floats largest(floats x, floats y) {
 
 /* Return the smaller of x and y, or y if one of them is NaN. */
 INLINE floats smallest(floats x, floats y) {
-#if LANES == 16
+#if defined(__AVX512F__)
     return (floats)_mm512_min_ps((__m512)x, (__m512)y);
 #elif LANES == 8
     return (floats)_mm256_min_ps((__m256)x, (__m256)y);
@@ -108,7 +120,7 @@ INLINE floats smallest(floats x, floats y) {
    are larger than all finite numbers. */
 INLINE ints larger_bits(ints a, floats x) {
     const ints b = (ints)(as_words(x) & 0x7fffffffu);
-#if LANES == 16
+#if defined(__AVX512F__)
     return (ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
 #elif LANES == 8
     return (ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
@@ -118,7 +130,7 @@ INLINE ints larger_bits(ints a, floats x) {
 }
 
 /* These conversions use intrinsics: compilers split a conversion into halves, which takes three times as long. */
-#if LANES == 16
+#if defined(__AVX512F__)
 INLINE words from_shorts(const char *p) { return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE words from_bytes(const char *p) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE floats from_int8(const char *p) {
@@ -243,7 +255,7 @@ INLINE uint16_t to_float16(float x) {
 
 /* Write LANES numbers in 16 bits each, rounded to nearest even. */
 INLINE void store_shorts(char *p, enum type type, floats x) {
-#if LANES == 16
+#if defined(__AVX512F__)
     if (type == FLOAT16) {
         _mm256_storeu_si256((void *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
         return;
@@ -260,7 +272,7 @@ INLINE void store_shorts(char *p, enum type type, floats x) {
     } else {
         const words bits = as_words(x), up = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
         const words rounded = (words)choose(x == x, as_floats(up), as_floats(bits >> 16 | 0x40));
-#if LANES == 16
+#if defined(__AVX512F__)
         _mm256_storeu_si256((void *)numbers, _mm512_cvtepi32_epi16((__m512i)rounded));
 #else
         for (int i = 0; i < LANES; i++) numbers[i] = (uint16_t)rounded[i];
@@ -292,7 +304,7 @@ INLINE void write_row(char *to, enum type type, const float *from, int64_t dim) 
 
 /* Return the nearest whole number. */
 INLINE floats nearest(floats x) {
-#if LANES == 16
+#if defined(__AVX512F__)
     return (floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif LANES == 8
     return (floats)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -308,7 +320,7 @@ INLINE floats nearest(floats x) {
    |r| <= 1/2, it is 2^n times a polynomial in r, which is 1 for r = 0. */
 INLINE floats exponential2(floats x) {
     const ints lost = x < -126.0f;
-#if LANES != 16
+#if !defined(__AVX512F__)
     x = choose(x < -252.0f, splat(-252.0f), choose(x > 252.0f, splat(252.0f), x));
 #endif
     const floats n = nearest(x), r = x - n;
@@ -318,7 +330,7 @@ INLINE floats exponential2(floats x) {
     p = multiply_add(p, r, splat(2.402224243e-1f));
     p = multiply_add(p, r, splat(6.931470037e-1f));
     p = multiply_add(p, r, splat(1));
-#if LANES == 16
+#if defined(__AVX512F__)
     (void)lost;
     return (floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126), _CMP_NLT_UQ), (__m512)p,
                                           (__m512)n);
@@ -462,7 +474,7 @@ INLINE void transpose(floats *a) {
 
 /* Transpose LANES rows of LANES 32-bit numbers. Strides are in bytes. */
 INLINE void transpose_rows(char *to, int64_t to_step, const char *from, int64_t step) {
-#if LANES == 16
+#if defined(__AVX512F__)
     /* Process four columns at a time: a load of four floats into a quarter of a vector needs no shuffle. */
 #pragma GCC unroll 4
     for (int d = 0; d < 16; d += 4) {
