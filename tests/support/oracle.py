@@ -5,6 +5,7 @@ written out by hand. It keeps the whole Sq × Sk matrix of each head in memory, 
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def answer(tensors, options):
     unknown = (given.keys() - TENSORS) | (options.keys() - MEANINGS.keys())
     assert not unknown, f"the oracle does not know {sorted(unknown)}"
     with np.errstate(all="ignore"):
-        answers = _Call(given, MEANINGS | options).solve()
+        answers = Call(given, MEANINGS | options).solve()
     return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in answers.items()}
 
 
@@ -45,7 +46,7 @@ def _array(t):
     return t if t.dtype == bool or np.issubdtype(t.dtype, np.integer) else t.astype(np.float64)
 
 
-class _Call:
+class Call:
     """One call. Its answers have the shapes (B,H,S,·), or (H,T,·) for packed sequences, until `solve` returns them."""
 
     def __init__(self, given, options):
@@ -81,7 +82,8 @@ class _Call:
             self._sequence(b, answers)
         return {name: self._given_back(name, a) for name, a in answers.items()}
 
-    def _sequence(self, b, answers):
+    def _probabilities(self, b):
+        """Return what the answers of a sequence are made from: its places, its rows and its probabilities."""
         given, options = self.given, self.options
         queries, keys = self._places(b)
         q, k, v = self.q[queries], self.k[keys], self.v[keys]
@@ -124,34 +126,42 @@ class _Call:
         top = np.where(dead, 0, top)
         weights = np.where(seen, np.exp(s - top), 0)
         total = weights.sum(-1, keepdims=True) + np.exp(sink - top)
-        p = weights / np.where(dead, 1, total)
-        kept = self._kept(b, s.shape)
-        o = _product(p * kept, v, seen)
-        answers["o"][queries] = o
-        answers["lse"][queries] = np.where(dead, -np.inf, np.log(total) + top)[..., 0]
-        weights_of = (b, slice(None), slice(0, sk)) if self.paged else keys
+        norm = np.where(dead, 1, total)
+        return SimpleNamespace(
+            queries=queries, keys=keys, q=q, k=k, v=v, group=group, scale=scale, s=s, seen=seen, bend=bend,
+            p=weights / norm, kept=self._kept(b, s.shape), rest=np.where(dead, 0, np.exp(sink - top) / norm),
+            lse=np.where(dead, -np.inf, np.log(total) + top),
+        )  # fmt: skip
+
+    def _sequence(self, b, answers):
+        one = self._probabilities(b)
+        p, seen = one.p, one.seen
+        o = _product(p * one.kept, one.v, seen)
+        answers["o"][one.queries] = o
+        answers["lse"][one.queries] = one.lse[..., 0]
+        weights_of = (b, slice(None), slice(0, p.shape[2])) if self.paged else one.keys
         answers["key_weights"][weights_of] = p.sum(1)
         if self.do is None:
             return
 
-        do = self.do[queries]
-        dp = np.where(seen, do @ v.transpose(0, 2, 1), 0) * kept
+        do = self.do[one.queries]
+        dp = np.where(seen, do @ one.v.transpose(0, 2, 1), 0) * one.kept
         inner = (np.where(seen, p * dp, 0)).sum(-1, keepdims=True)  # (H,sq,1)
-        dlse = np.zeros_like(inner) if self.dlse is None else self.dlse[queries][..., None]
+        dlse = np.zeros_like(inner) if self.dlse is None else self.dlse[one.queries][..., None]
         ds = np.where(seen, p * (dp - inner + dlse), 0)
         if "dsinks" in answers:
-            rest = np.where(dead, 0, np.exp(sink - top) / np.where(dead, 1, total))
-            answers["dsinks"] += np.where(rest > 0, rest * (dlse - inner), 0).sum((1, 2))
+            answers["dsinks"] += np.where(one.rest > 0, one.rest * (dlse - inner), 0).sum((1, 2))
         if "dattn_mask" in answers:
             self._add_to_mask(answers["dattn_mask"], b, ds)
-        ds = np.where(seen, ds * bend, 0)
+        ds = np.where(seen, ds * one.bend, 0)
+        answers["dq"][one.queries] = one.scale * _product(ds, one.k, seen)
         back = seen.transpose(0, 2, 1)
-        answers["dq"][queries] = scale * _product(ds, k, seen)
-        for name, gradient in (
-            ("dk", scale * _product(ds.transpose(0, 2, 1), q, back)),
-            ("dv", _product((p * kept).transpose(0, 2, 1), do, back)),
-        ):
-            answers[name][keys] = gradient.reshape(-1, group, *gradient.shape[1:]).sum(1)
+        self._of_keys("dk", one, one.scale * _product(ds.transpose(0, 2, 1), one.q, back), answers)
+        self._of_keys("dv", one, _product((p * one.kept).transpose(0, 2, 1), do, back), answers)
+
+    def _of_keys(self, name, one, rows, answers):
+        """Add up the rows of the query heads that share a head of keys."""
+        answers[name][one.keys] = rows.reshape(len(rows) // one.group, one.group, *rows.shape[1:]).sum(1)
 
     # where things lie
 
@@ -264,7 +274,7 @@ class _Call:
         words = philox4x32_10(
             (counters[2], counters[1], counters[0], np.full_like(counters[0], b)), self.options["dropout_seed"]
         )
-        words = np.stack(words, -1).reshape(heads, sq, -1)[..., :sk]
+        words = np.stack(words, -1).reshape(heads, sq, -(-sk // 4) * 4)[..., :sk]
         return np.where(words / 2.0**32 >= p, 1 / (1 - p), 0)
 
 

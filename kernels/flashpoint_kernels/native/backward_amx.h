@@ -19,9 +19,7 @@
 #define STRIP_BYTES (KEY_TILES * TILE_BYTES) /* size of a strip's P or dS as tiles of b */
 
 #if LANES != 16
-#if LANES != 16
 #error "a row of a tile is one vector of 16 floats"
-#endif
 #endif
 
 struct scratch {

@@ -38,32 +38,32 @@ INLINE void tile_restore(const struct tile_shapes *before) { (void)before; }
     while (0)
 #define TILE_MULTIPLY(c, a, b) multiply_in_c(in_c[c], in_c[a], in_c[b])
 
-INLINE float without_subnormal(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if (!(bits & 0x7f800000)) bits &= 0x80000000;
-    memcpy(&x, &bits, sizeof bits);
-    return x;
+INLINE floats without_subnormal(floats x) {
+    const words bits = as_words(x);
+    return as_floats(bits & ~((words)((bits & 0x7f800000) == 0) & 0x7fffffff));
 }
 
-INLINE float half_of(float pair, int odd) {
-    uint32_t bits;
-    memcpy(&bits, &pair, sizeof bits);
-    bits = odd ? bits & 0xffff0000 : bits << 16;
-    memcpy(&pair, &bits, sizeof bits);
-    return without_subnormal(pair);
+/* Return the even or the odd element of each pair. */
+INLINE floats half_of(words pairs, int odd) {
+    return without_subnormal(as_floats(odd ? pairs & 0xffff0000 : pairs << 16));
 }
 
 NOINLINE void multiply_in_c(float c[16][16], float a[16][16], float b[16][16]) {
-    for (int m = 0; m < 16; m++)
-        for (int n = 0; n < 16; n++) {
-            float even = 0, odd = 0;
-            for (int k = 0; k < 16; k++) {
-                even = without_subnormal(__builtin_fmaf(half_of(a[m][k], 0), half_of(b[k][n], 0), even));
-                odd = without_subnormal(__builtin_fmaf(half_of(a[m][k], 1), half_of(b[k][n], 1), odd));
+    floats halves[16][2];
+    for (int k = 0; k < 16; k++)
+        for (int odd = 0; odd < 2; odd++) halves[k][odd] = half_of(as_words(load_floats(b[k])), odd);
+    for (int m = 0; m < 16; m++) {
+        floats sums[2] = {{0}, {0}};
+        for (int k = 0; k < 16; k++)
+            for (int odd = 0; odd < 2; odd++) {
+                uint32_t pair; /* not splat(a[m][k]): as a float, a pair may be a signalling NaN */
+                memcpy(&pair, &a[m][k], sizeof pair);
+                const floats one = half_of((words){0} + pair, odd);
+                sums[odd] = without_subnormal(multiply_add(one, halves[k][odd], sums[odd]));
             }
-            c[m][n] = without_subnormal(without_subnormal(c[m][n]) + without_subnormal(even + odd));
-        }
+        const floats sum = without_subnormal(sums[0] + sums[1]);
+        store_floats(c[m], without_subnormal(without_subnormal(load_floats(c[m])) + sum));
+    }
 }
 
 #else

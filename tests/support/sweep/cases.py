@@ -1,0 +1,203 @@
+"""Draw cases of attention around the edges of a kernel's blocks, and make their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.kernels.serving import DTYPES, FORMS, drawn_blocks, in_pages, of_eight_bits
+from tests.support.kernels.solving import MEMORY, normal, qkv, restrided
+
+TYPES = ("float32", "float16", "bfloat16")
+LAYOUTS = ("bhsd", "bshd", "thd")
+# Each case has some of these, often one or two alone.
+FEATURES = (
+    "causal", "top_left", "window", "left", "right", "offset", "offsets", "softcap", "scale", "dropout", "slopes",
+    "own_slopes", "sinks", "bool_mask", "mask", "blocks", "q_lengths", "kv_lengths", "dlse", "memory", "sharp", "one_gradient",
+    "given",
+)  # fmt: skip
+OF_FORWARD = ("pages", "eight_bits")  # no gradient
+NOT_PACKED = {"bool_mask", "mask", "blocks", "q_lengths", "kv_lengths"}
+SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))  # of a mask; 0 is a dimension of size 1
+GRADIENTS = ("dq", "dk", "dv", "dattn_mask", "dsinks")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case as plain numbers: `tensors_of` makes its tensors from them alone."""
+
+    dtype: str
+    layout: str
+    batch: int
+    kv_heads: int
+    group: int
+    q_len: int
+    kv_len: int
+    dim: int
+    value_dim: int
+    seed: int
+    features: frozenset[str]
+    options: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)  # choices that belong to the features
+
+
+def edges(blocks: Sequence[int], longest: int) -> list[int]:
+    """Return lengths around one, two and three blocks of each size; far more; and a few others."""
+    near = {count * block + by for block in blocks for count in (1, 2, 3) for by in (-1, 0, 1)}
+    return sorted(n for n in near | {1, 2, 5, 19, longest} if 0 < n <= longest)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, q_lens: Sequence[int], kv_lens: Sequence[int], *, dims: Sequence[int] = (8, 16, 24, 40, 64),
+    types: Sequence[str] = TYPES, of_forward: bool = True,
+) -> Case:  # fmt: skip
+    """Draw a case. Numbers are drawn evenly, not mostly small: each residue of a window in a block counts the same."""
+
+    def one_of(values: Sequence[Any]) -> Any:
+        return draw(st.sampled_from(values))
+
+    layout, q_len, kv_len = one_of(LAYOUTS), one_of(q_lens), one_of(kv_lens)
+    names = FEATURES + (OF_FORWARD if of_forward and one_of(range(4)) == 0 else ())
+    count = one_of((0, 1, 1, 2, 2, 2, 3, 4, 6, 9, 14))
+    chosen = set(draw(st.lists(st.sampled_from(names), unique=True, min_size=count, max_size=count)))
+    if len(names) > len(FEATURES):
+        chosen.add(one_of(OF_FORWARD))
+    if layout == "thd":
+        chosen -= NOT_PACKED
+    for first, second in (("bool_mask", "mask"), ("offset", "offsets"), ("slopes", "own_slopes"), ("offset", "top_left"),
+                          ("offsets", "top_left")):  # fmt: skip
+        if first in chosen:
+            chosen.discard(second)
+    batch = one_of((1, 1, 2, 3, 5))
+    dim = one_of(dims)
+    shifts = range(-q_len - 2, kv_len + 3)
+    options: dict[str, Any] = {"layout": layout}
+    left, right = ("left" in chosen or "window" in chosen), ("right" in chosen or "window" in chosen)
+    if left or right:
+        options["window"] = (one_of(range(kv_len + 2)) if left else -1, one_of(range(kv_len + 2)) if right else -1)
+    if "causal" in chosen:
+        options["causal"] = True
+    if "top_left" in chosen:
+        options["causal_alignment"] = "top_left"
+    if "softcap" in chosen:
+        options["softcap"] = one_of((0.7, 2.5, 30.0))
+    if "scale" in chosen:
+        options["scale"] = one_of((0.3, -0.2, 0.0, 1.5))
+    if "dropout" in chosen:
+        options |= {"dropout_p": one_of((0.1, 0.4, 0.75)), "dropout_seed": draw(st.integers(0, 2**64 - 1))}
+    more: dict[str, Any] = {}
+    if "offset" in chosen:
+        more["offset"] = one_of(shifts)
+    if "offsets" in chosen:
+        more["offset"] = [one_of(shifts) for _ in range(batch)]
+    for name, length in (("q", q_len), ("kv", kv_len)):
+        if layout == "thd" or f"{name}_lengths" in chosen or ("pages" in chosen and name == "kv"):
+            more[f"{name}_lengths"] = [length, *(one_of(range(length + 1)) for _ in range(batch - 1))]
+    if "bool_mask" in chosen or "mask" in chosen:
+        more["mask_shape"] = one_of(SHAPES)
+        more["mask_type"] = one_of(("own", "float32", "float64"))
+        more["hidden"] = one_of((0.0, 0.3))
+    if "blocks" in chosen:
+        options["block_size"] = one_of(((16, 16), (16, 48), (32, 16)))
+        more["lead"], more["share"] = one_of(("", "one", "heads", "sequences", "own")), one_of((0.1, 0.6))
+    if "memory" in chosen:
+        more["memory"] = {name: one_of((*MEMORY, "expanded")) for name in ("q", "k", "v", "do")}
+    if "eight_bits" in chosen:
+        more["kind"], more["form"] = one_of(tuple(DTYPES)), one_of(FORMS)
+    if "pages" in chosen:
+        more["page"], more["strided"] = one_of((1, 7, 16, 32)), one_of((False, True))
+    if "one_gradient" in chosen:
+        more["gradient"] = one_of(GRADIENTS)
+    return Case(
+        one_of(types), layout, batch, one_of((1, 2, 3)), one_of((1, 2, 3)), q_len, kv_len, dim, one_of((dim, *dims)),
+        one_of(range(1 << 10)), frozenset(chosen), options, more,
+    )  # fmt: skip
+
+
+def tensors_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the options of a case. With `do`, the options name the gradients.
+
+    Memory that no kernel may read, such as rows beyond a sequence's length, is NaN.
+    """
+    more, features, batch, layout = case.more, case.features, case.batch, case.layout
+    heads, dtype, options = case.kv_heads * case.group, getattr(torch, case.dtype), dict(case.options)
+    backward = not features.intersection(OF_FORWARD)
+    t = qkv(batch, heads, case.q_len, case.kv_len, case.dim, kv_heads=case.kv_heads, value_dim=case.value_dim,
+            dtype=dtype, seed=case.seed)  # fmt: skip
+    if "sharp" in features:
+        t["q"] *= 4
+    if not backward:
+        del t["do"]
+    lengths = {name: more.get(f"{name}_lengths") for name in ("q", "kv")}
+    if layout == "thd":
+        t = _packed(t, {name: found or [] for name, found in lengths.items()})
+    else:
+        for name, x in t.items():
+            for b, length in enumerate(lengths["kv" if name in "kv" else "q"] or ()):
+                x[b, :, length:] = torch.nan
+        if layout == "bshd":
+            t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
+        t |= {f"{name}_lengths": torch.tensor(found) for name, found in lengths.items() if found}
+    page = more.get("page", 0)
+    if "eight_bits" in features:
+        for name in "kv":
+            t[name] = t[name].nan_to_num()
+        t = of_eight_bits(t, layout, more["kind"], more["form"], sequences=batch)
+    if page:
+        t = in_pages(t, layout, page, seed=case.seed, strided=more["strided"])
+    for name, memory in more.get("memory", {}).items():
+        if name in t and t[name].itemsize > 1 and not (page and name in "kv"):
+            t[name] = _expanded(t[name], layout) if memory == "expanded" else restrided(t[name], memory)
+    if "offset" in more:
+        t["offset"] = torch.tensor(more["offset"])
+    if "slopes" in features or "own_slopes" in features:
+        shape = (batch, heads) if "own_slopes" in features else (heads,)
+        t["alibi_slopes"] = normal(*shape, seed=case.seed + 5).abs() / 4
+    grads = ["dq", "dk", "dv"]
+    if "sinks" in features:
+        t["sinks"] = normal(heads, seed=case.seed + 1)
+        grads.append("dsinks")
+    if "dlse" in features and backward:
+        rows = (heads, len(t["q"])) if layout == "thd" else (batch, heads, case.q_len)
+        t["dlse"] = normal(*rows, seed=case.seed + 2)
+    keys = -(-case.kv_len // page) * page if page else case.kv_len
+    if "mask_shape" in more:
+        sizes = (batch, heads, case.q_len, keys)
+        numbers = normal(*(n if own else 1 for n, own in zip(sizes, more["mask_shape"], strict=True)), seed=case.seed + 3)
+        if "bool_mask" in features:
+            t["attn_mask"] = numbers > -0.7
+        else:
+            numbers = numbers.to(dtype if more["mask_type"] == "own" else getattr(torch, more["mask_type"]))
+            if more["hidden"]:
+                numbers[numbers < -0.7] = -torch.inf
+            t["attn_mask"] = numbers
+            grads.append("dattn_mask")
+    if "blocks" in features:
+        lead = {"one": (1,), "heads": (heads,), "sequences": (batch, 1), "own": (batch, heads)}.get(more["lead"], ())
+        blocks = (-(-n // block) for n, block in zip((case.q_len, keys), options["block_size"], strict=True))
+        t["block_mask"] = drawn_blocks(*lead, *blocks, seed=case.seed, share=more["share"])
+    if backward:
+        options["grads"] = [more["gradient"]] if more.get("gradient") in grads else grads
+    return t, options
+
+
+def _packed(t: dict[str, Tensor], lengths: dict[str, list[int]]) -> dict[str, Tensor]:
+    """Return the tensors in layout thd: the first rows of each sequence, as many as its length, one after another."""
+    packed = {}
+    for name, x in t.items():
+        of = lengths["kv" if name in "kv" else "q"]
+        packed[name] = torch.cat([x[b, :, :length].transpose(0, 1) for b, length in enumerate(of)]).contiguous()
+    names = {"q": "q", "kv": "k"}
+    return packed | {f"cu_seqlens_{names[n]}": torch.tensor([0, *of]).cumsum(0) for n, of in lengths.items()}
+
+
+def _expanded(t: Tensor, layout: str) -> Tensor:
+    """Return the first head for every head, by a stride of 0."""
+    axis = 1 if layout == "bhsd" or layout == "thd" else 2
+    return t.narrow(axis, 0, 1).expand(t.shape)
