@@ -8,7 +8,7 @@
 #include "options.h"
 #include "products.h"
 
-/* The macros of block sizes in `#ifndef` are smaller in the guarded build of the tests (tests/support/native/build.py). */
+/* The macros of block sizes in `#ifndef` are smaller in the guarded build of the tests (tests/support/sweep/guards.py). */
 #ifndef CHUNK
 #define CHUNK 1024 /* keys of one softmax; also in native/rows.py */
 #endif

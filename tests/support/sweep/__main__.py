@@ -18,7 +18,7 @@ from tests.support.sweep import guards
 from tests.support.sweep.cases import Case, cases, edges
 from tests.support.sweep.check import check
 
-BACKEND = "torch"
+BACKEND = "cpu"
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ LAYOUTS = ("bhsd", "bshd", "thd")
 # Each case has some of these, often one or two alone.
 FEATURES = (
     "causal", "top_left", "window", "left", "right", "offset", "offsets", "softcap", "scale", "dropout", "slopes",
-    "own_slopes", "sinks", "bool_mask", "mask", "blocks", "q_lengths", "kv_lengths", "dlse", "memory", "sharp", "one_gradient",
-    "given",
+    "own_slopes", "sinks", "bool_mask", "mask", "blocks", "q_lengths", "kv_lengths", "dlse", "memory", "sharp",
+    "one_gradient", "given",
 )  # fmt: skip
 OF_FORWARD = ("pages", "eight_bits")  # no gradient
 NOT_PACKED = {"bool_mask", "mask", "blocks", "q_lengths", "kv_lengths"}
@@ -70,8 +70,10 @@ def cases(
         chosen.add(one_of(OF_FORWARD))
     if layout == "thd":
         chosen -= NOT_PACKED
-    for first, second in (("bool_mask", "mask"), ("offset", "offsets"), ("slopes", "own_slopes"), ("offset", "top_left"),
-                          ("offsets", "top_left")):  # fmt: skip
+    for first, second in (
+        ("bool_mask", "mask"), ("offset", "offsets"), ("slopes", "own_slopes"), ("offset", "top_left"),
+        ("offsets", "top_left"),
+    ):  # fmt: skip
         if first in chosen:
             chosen.discard(second)
     batch = one_of((1, 1, 2, 3, 5))
@@ -169,7 +171,9 @@ def tensors_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
     keys = -(-case.kv_len // page) * page if page else case.kv_len
     if "mask_shape" in more:
         sizes = (batch, heads, case.q_len, keys)
-        numbers = normal(*(n if own else 1 for n, own in zip(sizes, more["mask_shape"], strict=True)), seed=case.seed + 3)
+        numbers = normal(
+            *(n if own else 1 for n, own in zip(sizes, more["mask_shape"], strict=True)), seed=case.seed + 3
+        )
         if "bool_mask" in features:
             t["attn_mask"] = numbers > -0.7
         else:

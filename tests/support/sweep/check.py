@@ -14,7 +14,7 @@ from tests.support.sweep.cases import Case, tensors_of
 
 
 def check(case: Case, backend: str) -> None:
-    """Assert that forward and gradients are right, that inputs stay as they are, and that a second call has equal bits."""
+    """Assert that answers are right, that inputs stay as they are, and that a second call has the same bits."""
     tensors, options = tensors_of(case)
     before = {name: t.clone() for name, t in tensors.items()}
     truth, allowed = oracle.answer(tensors, options), bounds(tensors, options)
@@ -61,6 +61,6 @@ def compare(name: str, actual: Tensor, truth: Tensor, allowed: Tensor) -> None:
     place = tuple(wrong[0].tolist())
     worst = (error / allowed).nan_to_num(torch.inf).max().item()
     raise AssertionError(
-        f"{len(wrong)} of {right.numel()} elements of {name} are wrong: {name}{list(place)} is {actual[place].item()}, not "
-        f"{truth[place].item()} ± {allowed[place].item():.2g}; the largest error is {worst:.1f} times its bound"
+        f"{len(wrong)} of {right.numel()} elements of {name} are wrong: {name}{list(place)} is {actual[place].item()}, "
+        f"not {truth[place].item()} ± {allowed[place].item():.2g}; the largest error is {worst:.1f} times its bound"
     )

@@ -5,7 +5,8 @@ behind each array of scratch memory, and AddressSanitizer and UndefinedBehaviorS
 wrong access or undefined operation. On a processor without AVX-512, the compiler makes the code for 16 lanes of
 narrower vectors. The level `amx` is the code for AMX with the tile instructions in C, on every processor.
 
-A build takes about 70 s of processor time. Its files are kept in build/guards, by the checksums of what they are made from.
+A build takes about 70 s of processor time. Its files are kept in build/guards, by the checksums of what they are made
+from.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from flashpoint_kernels.native import build
 KEPT = Path(__file__).parents[3] / "build" / "guards"
 MOST = 80  # files kept
 FLAGS = (
-    "-std=gnu11", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror", "-Wno-psabi",
+    "-std=gnu11", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror",
+    "-Wno-psabi",
 )  # fmt: skip
 GUARDS = (
     "-DGUARDS", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
@@ -54,8 +56,8 @@ class Blocks(NamedTuple):
         return self.backward["QUERIES"]
 
 
-# A chunk has two blocks, so that a softmax goes on from block to block. In the gradient of AMX, a block has three strips
-# of 32 queries: with two, a fault between strips once stayed hidden.
+# A chunk has two blocks, so that a softmax goes on from block to block. In the gradient of AMX, a block has three
+# strips of 32 queries: with two, a fault between strips once stayed hidden.
 _NARROW = Blocks({"BLOCK": 32, "STRIP": 12, "CHUNK": 64}, {"KEYS": 32, "QUERIES": 12}, 40, 10, 24)
 SMALL = {
     "generic": _NARROW,

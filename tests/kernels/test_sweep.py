@@ -1,0 +1,87 @@
+"""Every kernel agrees with the oracle for any case around the edges of its blocks (tests/support/sweep).
+
+`make test` draws some 400 cases in all, the same in each run. `make test-full` draws new ones for an hour.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from flashpoint_kernels.tiled_backend import tiles
+from flashpoint_kernels.triton_backend.host import config
+from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
+from tests.conftest import EXPLORING
+from tests.support.kernels.routes import forget
+from tests.support.sweep import guards
+from tests.support.sweep.cases import Case, cases, edges
+from tests.support.sweep.check import check
+
+ROOT = Path(__file__).parents[2]
+# A failing case is printed as it was drawn: to shrink it takes longer than to read it.
+PHASES = list(Phase) if EXPLORING else [Phase.explicit, Phase.generate]
+
+
+def sweep(quick: int, full: int) -> settings:
+    return settings(
+        max_examples=full if EXPLORING else quick, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def of_level(level: str, count: int, longest: int, *more: str, library: Path | None = None) -> None:
+    """Run cases on a level of the guarded library, in a process of its own."""
+    path = library or guards.library()
+    command = [sys.executable, "-m", "tests.support.sweep", str(path), level, str(count), str(longest), *more]
+    ran = subprocess.run(command, cwd=ROOT, env=guards.environment(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + "\n".join(ran.stderr.splitlines()[:60])
+    assert f"{count} cases on {level}" in ran.stdout
+
+
+# Cases of up to 200 queries and keys: a block of AMX has 96 queries.
+@pytest.mark.parametrize("level", guards.levels())
+def test_cpu_with_small_blocks(level: str) -> None:
+    of_level(level, 12_000 if EXPLORING else 70, 200 if level == "amx" else 150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", guards.levels())
+def test_cpu_with_its_own_blocks(level: str) -> None:
+    of_level(level, 300 if EXPLORING else 60, 300, "usual", library=guards.library(small=False))
+
+
+@pytest.fixture(scope="module")
+def small_tiles() -> Iterator[None]:
+    """Make the tiles of `tiled` and of Triton's interpreter as small as they can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, tile in (("FORWARD_TILE", (16, 24)), ("BACKWARD_TILE", (24, 16))):
+            patch.setattr(tiles, name, tile)
+            patch.setattr(tiles, f"DROPOUT_{name}", tile)
+        smallest = Config(
+            Tile(32, 16), Tile(16, 32), Tile(32, 16, num_stages=3), Tile(16, 16),
+            split_keys=32, few_queries=8, least_keys=16, least_programs=4,
+        )  # fmt: skip
+        patch.setattr(config, "_INTERPRETER", smallest)
+        forget()
+        yield
+    forget()
+
+
+@sweep(100, 20_000)
+@given(case=cases(edges([16, 24], 75), edges([16, 24], 75)))
+def test_tiled_with_small_tiles(small_tiles: None, case: Case) -> None:
+    check(case, "tiled")
+
+
+@sweep(60, 3_000)
+@given(case=cases(edges([16], 40), edges([16], 60), dims=(8, 16, 24)))
+def test_triton_with_its_smallest_tiles(small_tiles: None, case: Case) -> None:
+    check(case, "triton")
+
+
+@sweep(60, 5_000)
+@given(case=cases(edges([16], 40), edges([16], 40)))
+def test_reference(case: Case) -> None:
+    check(case, "reference")
