@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.masking_utils import sdpa_mask
 
 from flashpoint_contract import transformers as models
 from flashpoint_contract.options import ProblemError
@@ -34,16 +33,15 @@ def register(name: str = NAME) -> None:
             model that is given the name also raises it if its attention cannot be replaced; if only a part of it
             cannot, the model warns.
     """
-    models.register(name, _compute, sdpa_mask, _invalid)
+    models.register(name, _compute, models.lazy_mask, _invalid)
 
 
 def _compute(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool,
     window: int | None, **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Return o, as `flashpoint_contract.transformers.Solve` specifies. `window` is not used: the mask contains it."""
-    o: Tensor = attention(q, k, v, **models.mask_options(mask, bias, causal, q.shape[2]), **options)
-    return o
+    return attention(q, k, v, **models.mask_options(q, k, mask, bias, causal), **options)
 
 
 def _invalid(field: str, message: str) -> ProblemError:

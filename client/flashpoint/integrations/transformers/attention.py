@@ -32,15 +32,16 @@ def register(client: Client, name: str = NAME) -> None:
     def compute(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool,
         window: int | None, **options: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Return o. With a `RemoteCache`, k and v are `HeldTensor`s, which stand for all tokens of the cache on the
         server, and the client of the cache makes the call.
         """
         if not isinstance(k, HeldTensor):
-            o: Tensor = remote(q, k, v, client=client, **models.mask_options(mask, bias, causal, q.shape[2]), **options)
-            return o
+            return remote(q, k, v, client=client, **models.mask_options(q, k, mask, bias, causal), **options)
         if bias is not None:
             raise invalid("position_bias", "is not served over a RemoteCache: generate with transformers' own cache")
+        if options.pop("return_lse", False):
+            raise invalid("sinks", "by query are not served over a RemoteCache: generate with transformers' own cache")
         return k.update.attention(q, mask, causal, window, **options)
 
     models.register(name, compute, held_mask, invalid)

@@ -6,13 +6,13 @@ transformers asks the cache for the sizes of a mask, and passes them to the mask
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
+
+from flashpoint_contract.transformers import LazyMask, lazy_mask
 
 
 class LengthInCache(int):
@@ -26,33 +26,13 @@ class LengthInCache(int):
         return made
 
 
-class HeldMask(Tensor):
-    """A mask of a forward over `cache`. Its tensor is made when something computes with it."""
+class HeldMask(LazyMask):
+    """A mask of a forward over `cache`."""
 
     cache: object
     padding: Tensor | None  # (B, Sk), false for padding tokens
     plain: bool  # the mask is causal, with this window and padding, and hides nothing else
     window: int | None  # number of tokens
-    _make: Callable[[], Tensor | None]
-    _made: Tensor | None
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*map(_whole, args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
-
-    def whole(self) -> Tensor:
-        """Return the mask (B, 1, Sq, Sk), bool."""
-        if self._made is None:
-            self._made = self._make()
-        assert self._made is not None  # `sdpa_mask` returns None only if it may skip the mask
-        return self._made
-
-
-def _whole(value: Any) -> Any:
-    return value.whole() if isinstance(value, HeldMask) else value
 
 
 def held_mask(
@@ -60,19 +40,24 @@ def held_mask(
     local_size: int | None = None, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False, config: Any = None, device: Any = "cpu", **rest: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Return a `HeldMask` for the keys of a `RemoteCache`, otherwise the mask of transformers' `sdpa_mask`."""
+    """Return a `HeldMask` for the keys of a `RemoteCache`, otherwise the mask of `lazy_mask`."""
     arguments = {
         **rest, "batch_size": batch_size, "q_length": q_length, "kv_length": int(kv_length), "use_vmap": use_vmap,
         "attention_mask": attention_mask, "local_size": local_size, "config": config, "device": device,
     }  # fmt: skip
     if not isinstance(kv_length, LengthInCache):
-        made: Tensor | None = sdpa_mask(
+        return lazy_mask(
             **arguments, allow_is_causal_skip=allow_is_causal_skip,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         )  # fmt: skip
+
+    def make() -> Tensor:
+        made = sdpa_mask(**arguments, allow_is_causal_skip=False)
+        assert made is not None  # `sdpa_mask` returns None only if it may skip the mask
         return made
-    space = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, int(kv_length))
-    mask = Tensor._make_subclass(HeldMask, space)
+
+    sizes = (batch_size, 1, q_length, int(kv_length))
+    mask = HeldMask.of(sizes, rest.get("dtype", torch.float32), device, causal=False, make=make)
     mask.cache = kv_length.cache
     mask.padding = attention_mask
     # transformers allows skipping the mask only if it would be causal within `local_size`, a window or a chunk.
@@ -80,14 +65,12 @@ def held_mask(
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
     mask.plain = allow_is_causal_skip and not use_vmap and in_window and not chunked
     mask.window = local_size
-    mask._made = None
-    mask._make = partial(sdpa_mask, **arguments, allow_is_causal_skip=False)
     return mask
 
 
 def packed_mask(mask: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
     """Select from a mask (B|1,H|1,Sq,Sk) the `columns` (B, n) and `rows` (B, m) of valid tokens; None selects all."""
-    mask = _whole(mask)
+    mask = mask.allowed() if isinstance(mask, LazyMask) else mask
     if columns is not None:
         mask = mask.expand(len(columns), -1, -1, -1)
         mask = mask.gather(3, columns.to(mask.device)[:, None, None, :].expand(-1, *mask.shape[1:3], -1))

@@ -1,4 +1,4 @@
-"""`HeldMask`, a mask over keys on a server, equals transformers'; `plain`: causality and a window describe it."""
+"""`HeldMask`, a mask over keys on a server, is the mask of `eager` to models; `plain`: a window says all."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 pytest.importorskip("transformers")
 
 import torch
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask, sliding_window_causal_mask_function
 
 from flashpoint.integrations.transformers.masks import HeldMask, LengthInCache, held_mask, packed_mask
 
@@ -34,8 +34,11 @@ def test_its_tensor_is_that_of_transformers(window, padding):
     assert mask._made is None  # the mask was never computed
     assert mask.shape == (2, 1, 4, 9)
     expected = sdpa_mask(kv_length=9, allow_is_causal_skip=False, **given).expand(2, -1, -1, -1)
-    assert torch.equal(mask.logical_not().logical_not().expand(2, -1, -1, -1), expected)
+    assert torch.equal(mask.allowed().expand(2, -1, -1, -1), expected)
     assert mask._made is not None
+    values = eager_mask(kv_length=9, **given).expand(2, -1, -1, -1)
+    assert torch.equal((mask + 0).expand(2, -1, -1, -1), values)
+    assert torch.equal(torch.cat([mask, mask], -1)[:, :, -2:, 9:].expand(2, -1, -1, -1), values[:, :, -2:])
 
 
 def test_it_is_plain_only_if_causality_and_a_window_say_all():
@@ -47,7 +50,8 @@ def test_keys_that_no_cache_holds_have_the_mask_of_transformers():
     given = arguments(padding=PADDING)
     made = held_mask(kv_length=9, **given)
     assert not isinstance(made, HeldMask)
-    assert torch.equal(made, sdpa_mask(kv_length=9, **given))
+    assert torch.equal(made.allowed(), sdpa_mask(kv_length=9, **given))
+    assert torch.equal(made + 0, eager_mask(kv_length=9, **given))
 
 
 def test_valid_rows_and_columns_are_selected():
