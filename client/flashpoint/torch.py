@@ -26,9 +26,10 @@ from flashpoint._derivatives.autograd import (
     seeded,
     without_compiling,
 )
-from flashpoint.errors import invalid
+from flashpoint.errors import all_invalid, invalid
 from flashpoint_contract.caches import CACHE_OPTIONS
-from flashpoint_contract.options import GRADS
+from flashpoint_contract.options import GRADS, OPTIONS
+from flashpoint_contract.tensors import refusals
 
 _DIFFERENTIABLE = {name[1:] for name in GRADS}
 
@@ -77,6 +78,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
             raise invalid(name, "must be a torch tensor")
     given: dict[str, Any] = {"q": q, "k": k, "v": v, **keywords}
     refuse_transforms(given.items())
+    if refused := refusals("torch", (name for name, t in given.items() if name in OPTIONS or t is not None)):
+        raise all_invalid(refused)
     given |= zip("qkv", autocast(q, k, v), strict=True)
     if type(save := given.pop("save", False)) is not bool:
         raise invalid("save", "must be True or False")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo
+from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo, refusals
 
 MOST_CACHES = 4096  # maximum number of caches in one call
 MOST_TOKENS = 1 << 31  # maximum number of tokens in one cache
@@ -54,8 +54,6 @@ CACHE_OPTIONS: dict[str, CacheOption] = {
     )
 }
 DTYPES = ("float16", "bfloat16", "float32")  # dtypes of q, of new k and v, and of caches that are not 8-bit
-# Tensors of a call that must be absent if it has caches.
-REFUSED = ("kv_lengths", "offset", "cu_seqlens_k", "block_table", "k_scale", "v_scale")
 
 
 class LayerShape(NamedTuple):
@@ -123,8 +121,7 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
 
     The `Spec` has as many keys as the call's mask covers, or _ANY_LENGTH without a mask.
     """
-    theirs = "cannot be combined with caches, which have their own lengths and positions"
-    errors = [(name, theirs) for name in REFUSED if name in tensors]
+    errors = refusals("caches", [*tensors, *options.given])
     if ("k" in tensors) != ("v" in tensors):
         errors.append(("v" if "k" in tensors else "k", "missing: send k and v of new tokens together"))
     if "q" not in tensors:

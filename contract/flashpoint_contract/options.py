@@ -14,6 +14,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
+from flashpoint_contract.surfaces import completed
+
 Direction = Literal["forward", "backward"]
 Layout = Literal["bhsd", "bshd", "thd"]
 CausalAlignment = Literal["bottom_right", "top_left"]
@@ -179,7 +181,7 @@ class Option(NamedTuple):
     feature: Feature | None = None  # needed by the value `when`, or if `when` is None, by each value but the default
     when: Any = None
     direction: Direction | None = None  # the only direction whose calls have this option; None means both
-    refused: Mapping[str, str] = MappingProxyType({})  # reason, by format or interface that does not take it
+    refused: Mapping[str, str] = MappingProxyType({})  # reason, by surface that does not take it (`surfaces.TAKES`)
     name: str = ""
     default: Any = None
 
@@ -294,6 +296,11 @@ class Options:
         if errors:
             raise ProblemError(errors)
 
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """The names of the options whose values are not the default."""
+        return frozenset(name for name, option in OPTIONS.items() if getattr(self, name) != option.default)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -303,5 +310,8 @@ class Options:
 
 
 OPTIONS: dict[str, Option] = {
-    each.name: each.metadata["row"]._replace(name=each.name, default=each.default) for each in fields(Options)
+    each.name: each.metadata["row"]._replace(
+        name=each.name, default=each.default, refused=completed(each.name, each.metadata["row"].refused)
+    )
+    for each in fields(Options)
 }

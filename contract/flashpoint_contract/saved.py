@@ -13,7 +13,7 @@ from typing import Any
 from flashpoint_contract.caches import CacheOption
 from flashpoint_contract.options import OPTIONS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import TENSORS, TensorInfo
+from flashpoint_contract.tensors import TensorInfo, refusals
 
 SAVED_BYTES = 1024  # bytes of a saved forward that count against the memory limit, in addition to its tensors
 ID_LENGTH = 2048  # maximum characters of a saved forward's id
@@ -52,8 +52,8 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def plan_saved(tensors: Mapping[str, TensorInfo], options: Options) -> Spec:
     """Check a forward with `save`, and return its problem, whose outputs always include lse. Raises ProblemError."""
-    if alone := [name for name in tensors if name in TENSORS and TENSORS[name].forward_only]:
-        raise ProblemError((name, "has no gradient: omit `save`") for name in alone)
+    if refused := refusals("saved", [*tensors, *options.given]):
+        raise ProblemError(refused)
     return plan(tensors, replace(options, return_lse=True), "forward")
 
 

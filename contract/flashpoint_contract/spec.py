@@ -125,6 +125,11 @@ class Spec:
         return name in self.tensors
 
     @cached_property
+    def given(self) -> frozenset[str]:
+        """The names of the tensors, and of the options whose values are not the default."""
+        return self.options.given | self.tensors.keys()
+
+    @cached_property
     def features(self) -> frozenset[str]:
         """The features that a backend must have for the problem: keys of `tensors.FEATURES`."""
         dtypes = tuple((name, info.dtype) for name, info in self.tensors.items())

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flashpoint_contract.options import GRADS, LAYOUTS, OPTIONS, Direction, Feature, ProblemError
+from flashpoint_contract.surfaces import completed
 
 ITEMSIZE = {
     "bool": 1, "int8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
@@ -239,7 +240,9 @@ def _gradient(name: str) -> Tensor:
     return plain._replace(name=name, text=f"of the shape of {of.name}")
 
 
-TENSORS: dict[str, Tensor] = {row.name: row for row in (*_ROWS, *map(_gradient, GRADS))}
+TENSORS: dict[str, Tensor] = {
+    row.name: row._replace(refused=completed(row.name, row.refused)) for row in (*_ROWS, *map(_gradient, GRADS))
+}
 
 INPUT_TENSORS = tuple(row.name for row in _ROWS)
 FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # the forward's inputs
@@ -284,12 +287,11 @@ def _features() -> dict[str, tuple[str, Feature]]:
 
 
 FEATURES = _features()
-EVERY_FEATURE = frozenset(FEATURES)
 
 
 def refusals(surface: str, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (tensor, reason) for each tensor that `surface`, a format or an interface, refuses. Ignore other names."""
-    rows = [TENSORS[name] for name in names if name in TENSORS]
+    """Return (name, reason) for each tensor and option that `surface` refuses. Ignore names of no row."""
+    rows = [TENSORS.get(name) or OPTIONS[name] for name in names if name in TENSORS or name in OPTIONS]
     return [(row.name, row.refused[surface]) for row in rows if surface in row.refused]
 
 

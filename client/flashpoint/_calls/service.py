@@ -292,7 +292,8 @@ def message(
 
     The tensors `needed` must not be None. `references`: further options, which name caches or a saved forward.
     """
-    if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
+    chosen = (name for name, option in OPTIONS.items() if getattr(options, name) != option.default)
+    if refused := refusals("sdk", [*(name for name, t in tensors.items() if t is not None), *chosen]):
         raise all_invalid(refused)
     packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in needed}
     if other := list(_beside_float64(tensors, {name: p.dtype for name, p in packed.items()})):

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from flashpoint._calls.arrays import Array, to_like, to_numpy
 from flashpoint._shards.cut import UNBOUNDED, Band
 from flashpoint.errors import all_invalid
-from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError
+from flashpoint_contract.options import OPTIONS, Direction, Options, ProblemError
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.spec import plan as check
-from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, SCALES, TENSORS, Tensor, TensorInfo
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, SCALES, TENSORS, TensorInfo, refusals
 
 Numbers = NDArray[Any]
 
@@ -79,10 +79,9 @@ def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Di
     names each wrong field.
     """
     given = {name: to_numpy(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED[direction]}
-    used: list[Tensor | Option] = [TENSORS[name] for name in given]
-    used += [option for name, option in OPTIONS.items() if getattr(options, name) != option.default]
-    if refused := [(row.name, f"{row.refused['sharded']}: not sharded") for row in used if "sharded" in row.refused]:
-        raise all_invalid(refused)
+    used = [*given, *(name for name, option in OPTIONS.items() if getattr(options, name) != option.default)]
+    if refused := refusals("sharded", used):
+        raise all_invalid((name, f"{reason}: not sharded") for name, reason in refused)
     shapes = {name: t.shape for name, t in given.items()}
     infos = {name: TensorInfo(t.dtype.name, t.shape) for name, t in given.items()}
     index = {name: given.pop(name).tolist() for name in INDEX_TENSORS if name in given}

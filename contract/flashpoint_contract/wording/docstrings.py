@@ -96,7 +96,8 @@ def twin_of(source: Any) -> Callable[[F], F]:
 
 def section_of_options(names: Any) -> str:
     """Return the `Args:` section of these options, for the docstring of a class with these fields."""
-    return "\n".join(["Args:", *(_shared()[name] for name in names)])
+    known = _shared()
+    return "\n".join(["Args:", *(known[name] for name in names if name in known)])
 
 
 def entries(docstring: str | None) -> dict[str, str]:

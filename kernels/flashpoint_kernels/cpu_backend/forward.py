@@ -120,17 +120,17 @@ def prepared(problem: Problem, rows: Sequence[Row], threads: int) -> Callable[[]
     return forward.call(*forward.shares(forward.workers(threads)))
 
 
+# The tensors and options of calls that are repeated: no call copies them, or uses their values from an earlier one.
+_REPEATED = frozenset({
+    "q", "k", "v", "q_lengths", "kv_lengths", "offset", "cu_seqlens_q", "cu_seqlens_k", "do", "dlse", "o", "lse",
+    "layout", "causal", "causal_alignment", "window", "block_size", "scale", "softcap", "dropout_seed", "precision",
+    "return_lse", "grads", "deterministic", "backend",
+})  # fmt: skip
+
+
 def repeats(problem: Problem) -> bool:
     """Return whether a problem's `prepared` copies nothing, so that it stays valid when tensors get other values."""
-    spec = problem.spec
-    if (
-        spec.paged
-        or spec.quantized
-        or spec.options.dropout_p
-        or any(spec.has(name) for name in ("alibi_slopes", "sinks", "attn_mask", "block_mask"))
-    ):
-        return False
-    return all(problem.view(name).stride(-1) == 1 for name in "qkv")
+    return problem.spec.given <= _REPEATED and all(problem.view(name).stride(-1) == 1 for name in "qkv")
 
 
 def rows_of(

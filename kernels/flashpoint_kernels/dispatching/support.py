@@ -17,6 +17,13 @@ SUPPORT = {
     "tiled": tiled_backend.SUPPORT,
     "reference": reference_backend.SUPPORT,
 }
+HANDLES = {
+    "triton": triton_backend.HANDLES,
+    "cpu": cpu_backend.HANDLES,
+    "torch": torch_backend.HANDLES,
+    "tiled": tiled_backend.HANDLES,
+    "reference": reference_backend.HANDLES,
+}
 
 
 class Backends(tuple[str, ...]):
@@ -52,15 +59,15 @@ class Backends(tuple[str, ...]):
 
 
 def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
-    """Return (field, message) for each feature that `spec` needs and `backend` does not support."""
+    """Return (field, message) for each feature of `spec` that `backend` does not support, and each tensor and option
+    that it does not list.
+    """
     missing = spec.features - SUPPORT[backend]
     if backend == "cpu" and native.library() is None:
         return [("backend", native.missing())]
-    return [
-        (field, f"the {backend} backend does not support {what}")
-        for feature in sorted(missing)
-        for field, what in [said(feature)]
-    ]
+    errors = [(field, f"the {backend} backend does not support {what}") for field, what in map(said, sorted(missing))]
+    unnamed = spec.given - HANDLES[backend] - {field for field, _ in errors}
+    return errors + [(name, f"the {backend} backend does not support {name}") for name in sorted(unnamed)]
 
 
 def said(feature: str) -> tuple[str, str]:

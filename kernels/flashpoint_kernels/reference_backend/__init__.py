@@ -1,5 +1,14 @@
 """The float64 reference, with which tests compare all backends: the formula, for a block of queries at a time."""
 
-from flashpoint_contract.tensors import EVERY_FEATURE
-
-SUPPORT = EVERY_FEATURE
+SUPPORT = frozenset({  # keys of `tensors.FEATURES`
+    "float16", "bfloat16", "float32", "causal", "window", "softcap", "dropout", "tf32", "lse", "thd", "bool_mask",
+    "float_mask", "block_mask", "alibi_slopes", "sinks", "lengths", "paged", "quantized", "dlse", "gqa", "value_dim",
+    "backward", "dattn_mask", "dsinks",
+    "float64", "wide_head_dim", "large_head_dim",
+})  # fmt: skip
+HANDLES = frozenset({  # tensors and options; a problem with another one is refused by name
+    "q", "k", "v", "attn_mask", "block_mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "offset",
+    "cu_seqlens_q", "cu_seqlens_k", "block_table", "k_scale", "v_scale", "do", "dlse", "o", "lse",
+    "layout", "causal", "causal_alignment", "window", "block_size", "scale", "softcap", "dropout_p", "dropout_seed",
+    "precision", "return_lse", "grads", "deterministic", "backend",
+})  # fmt: skip

@@ -141,13 +141,14 @@ def refuse_invalid(known: Iterable[str] = OF_ATTENTION) -> Iterator[None]:
 @refuse_invalid()
 def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
     """Return the spec of a problem that was sent in the format `surface`. Raises Refusal 422."""
-    if refused := refusals(surface, infos):
-        raise invalid(refused)
     if not SPECIAL.isdisjoint(options):
         if refused := [*caches.refused(options), *saved.refused(options)]:
             raise invalid(refused)
         options = saved.plain(options)
-    return plan(infos, read_options(options), direction)
+    read = read_options(options)
+    if refused := refusals(surface, [*infos, *read.given]):
+        raise invalid(refused)
+    return plan(infos, read, direction)
 
 
 def read_options(options: Mapping[str, Any]) -> Options:

@@ -49,13 +49,19 @@ class Sequences(NamedTuple):
     seed: int | None
 
 
+_SHARED = frozenset({  # the tensors and options of calls that are computed together
+    "q", "k", "v", "sinks", "q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k",
+    "layout", "causal", "causal_alignment", "window", "block_size", "scale", "softcap", "dropout_seed", "precision",
+    "return_lse", "grads", "deterministic", "backend",
+})  # fmt: skip
+
+
 def shares(spec: Spec) -> bool:
     """Return whether calls over forks of a cache may be computed together, so that keys they share are read only once.
 
     This requires kernels in C that support the call, and no mask, ALiBi slopes or dropout.
     """
-    positions = spec.has("attn_mask") or spec.has("block_mask") or spec.has("alibi_slopes") or spec.options.dropout_p
-    return supports(spec) and not positions
+    return supports(spec) and spec.given <= _SHARED
 
 
 def attend(

@@ -20,7 +20,7 @@ import structlog
 
 from flashpoint_contract.caches import LayerShape, plan_cached
 from flashpoint_contract.spec import Row, Spec, plan
-from flashpoint_contract.tensors import INDEX_TENSORS, SCALES, TensorInfo
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.engine.scheduling.waiting import Budget
@@ -78,6 +78,14 @@ class Lengths(NamedTuple):
 NO_LENGTHS = Lengths(0, 0, 0, 0)
 
 
+# The tensors and options of problems whose parts can be cached: no part depends on their values but by their memory.
+_CACHED = frozenset({
+    "q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "do", "dlse", "o", "lse",
+    "layout", "causal", "causal_alignment", "window", "block_size", "scale", "softcap", "dropout_seed", "precision",
+    "return_lse", "grads", "deterministic", "backend",
+})  # fmt: skip
+
+
 @dataclass(eq=False)
 class PlannedProblem:
     """A plan: the problem of a request and, when it has been cut, its parts, which are views of shared memory.
@@ -97,11 +105,8 @@ class PlannedProblem:
     @cached_property
     def by_value(self) -> bool:
         """Whether the parts depend on values of tensors or on a seed, so that they cannot be cached."""
-        if self.recalls:
-            return True
-        spec = self.spec
-        copied = any(info.dtype == "bool" for info in spec.tensors.values())
-        return copied or bool(spec.options.dropout_p) or any(spec.has(name) for name in (*INDEX_TENSORS, *SCALES))
+        copied = any(info.dtype == "bool" for info in self.spec.tensors.values())
+        return self.recalls or copied or not self.spec.given <= _CACHED
 
 
 class Pinning(Protocol):
