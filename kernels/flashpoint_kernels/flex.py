@@ -246,6 +246,11 @@ def _exact(t: Tensor) -> Tensor:
     return t.to(_products_dtype(t)).contiguous()
 
 
+def _wide(t: Tensor) -> Tensor:
+    """Return a 16-bit tensor in float32; return any other tensor unchanged."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 def _products_dtype(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
@@ -319,8 +324,9 @@ class _TiledGradient(torch.autograd.Function):
         heads = k.shape[1]
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros_like(_exact(t)) for t in (k, v))
-        leaves = {id(t): t.detach().requires_grad_() for t in captured}
-        of_captured = [torch.zeros_like(t) for t in captured]
+        leaves = {id(t): _wide(t.detach()).requires_grad_() for t in captured}
+        of_captured = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        rounds = any(leaf.dtype != t.dtype for leaf, t in zip(leaves.values(), captured, strict=True))
         for rows, tiles in flex.tiles(q, k):
             queries, do = _exact(q[:, :, rows]), _exact(dout[:, :, rows])
             delta = (do * _exact(out[:, :, rows])).sum(-1, keepdim=True)
@@ -336,7 +342,8 @@ class _TiledGradient(torch.autograd.Function):
                 with torch.enable_grad(), _Captured(leaves):
                     products = products.requires_grad_(flex.score_mod is not None)
                     scores = flex.scores(products, numbers)
-                p = (scores.detach() - base).exp()
+                # With 16-bit tensors, the score_mod that is differentiated rounds less than that of the forward.
+                p = ((flex.scores(products.detach(), numbers) if rounds else scores.detach()) - base).exp()
                 dp = (_grouped(do, heads) @ values.mT).view(p.shape)
                 ds = p * (dp - delta)
                 if flex.score_mod is not None:
@@ -346,7 +353,7 @@ class _TiledGradient(torch.autograd.Function):
                 dk[:, :, columns] += weights.mT @ grouped
                 dv[:, :, columns] += _grouped(p, heads).mT @ _grouped(do, heads)
             dq[:, :, rows] = of_rows.view(queries.shape).to(q.dtype)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), *of_captured
+        return dq, dk.to(k.dtype), dv.to(v.dtype), *(g.to(t.dtype) for g, t in zip(of_captured, captured, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
@@ -373,7 +380,8 @@ class _Captured(TorchFunctionMode):
     """Find the tensors that score_mod captures: the arguments of its torch functions that require a gradient.
 
     Intermediate tensors of score_mod require no gradient, because gradients are off. With `instead`, replace captured
-    tensors: it maps the id of each to a leaf of autograd, at which the tile's derivative ends.
+    tensors: it maps the id of each to a leaf of autograd, at which the tile's derivative ends. Then 16-bit arguments
+    are computed with in float32, so that autograd sums in float32 what many scores add to one number.
     """
 
     def __init__(self, instead: Mapping[int, Tensor] | None = None) -> None:
@@ -384,12 +392,15 @@ class _Captured(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._see, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        name: str = getattr(func, "__name__", "")
+        in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        written = args[:1] if in_place else ()  # not replaced: score_mod reads it later
+        args, kwargs = tree_map_only(Tensor, self._see, (args[len(written) :], kwargs or {}))
+        return func(*written, *args, **kwargs)
 
     def _see(self, t: Tensor) -> Tensor:
         if self._instead is not None:
-            return self._instead.get(id(t), t)
+            return _wide(self._instead.get(id(t), t))
         if t.requires_grad:
             self.found[id(t)] = t
         return t

@@ -203,6 +203,37 @@ def test_captured_tensors_get_their_gradients(how: str) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+LONG, BUCKETS = 700, 5
+BUCKET = (torch.arange(2 * LONG, device=DEVICE) - LONG).abs().add(1).log2().long().clamp(max=BUCKETS - 1)
+ONE = torch.ones((), dtype=torch.float32, device=DEVICE)
+
+# score_mods of a tensor t, with its shape. Many scores add to one number of the gradient of t.
+SUMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "slopes": (lambda t, s, b, h, i, j: s + t[h] * ((i - j) / LONG), (2,)),
+    "distances": (lambda t, s, b, h, i, j: s + t[h, i - j + LONG], (2, 2 * LONG)),
+    "buckets": (lambda t, s, b, h, i, j: s * t[BUCKET[i - j + LONG], h], (BUCKETS, 2)),
+    "a table that is computed": (lambda t, s, b, h, i, j: s + (t.exp() * 0.5).T[h, BUCKET[i - j + LONG]], (BUCKETS, 2)),
+    "expanded": (lambda t, s, b, h, i, j: s * t.expand(3, 2, LONG)[b, h, j], (2, 1)),
+    "beside another": (lambda t, s, b, h, i, j: s * torch.where(j < i, t[h], ONE.to(t.dtype)), (2,)),
+    "in place": (lambda t, s, b, h, i, j: (s * 1).add_(t[h] * (j / LONG)), (2,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SUMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_captured_16_bit_tensors_are_summed_in_float32(how: str, dtype: torch.dtype) -> None:
+    score_mod, shape = SUMS[how]
+    t = normal(*shape, seed=33).to(dtype).requires_grad_()
+    exact = t.detach().double().requires_grad_()
+    q, k, v = (normal(3, 2, LONG, 16, seed=n) for n in (34, 35, 36))
+    out = flex_attention(q, k, v, functools.partial(score_mod, t))
+    truth, _, _ = formula(q.double(), k.double(), v.double(), functools.partial(score_mod, exact), None, None)
+    do = normal(*out.shape, seed=38)
+    (actual,), (expected,) = torch.autograd.grad(out, t, do), torch.autograd.grad(truth, exact, do.double())
+    assert actual.dtype == dtype
+    assert (actual.double() - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+
+
 def test_a_model_that_score_mod_can_reach_gets_gradients_where_it_is_used_alone() -> None:
     model = nn.ModuleDict({"used": nn.Linear(1, 3), "other": nn.Linear(8, 8)})
     q = normal(1, 3, 20, 8)
