@@ -28,6 +28,7 @@ from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.config import tls
 from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.http import closing
 from flashpoint_server.http.ending import Config
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.protocol import HttpProtocol
@@ -90,7 +91,21 @@ class _Server(uvicorn.Server):
         HANGUP.listen(None)
         if self._grpc is not None:
             await self._grpc.stop(0 if self.forced else LAST_BYTES)
-        await super().shutdown(sockets)
+        listeners = sockets or []
+        if self._service.settings.workers == 1:  # else other workers, or the supervisor, accept what waits
+            for listener in listeners:
+                closing.refuse_new(listener)
+            await closing.drained(listeners)
+        for server in self.servers:
+            server.close()
+        for listener in listeners:
+            listener.close()
+        await closing.close(self.server_state.connections, self._service.metrics, now=self.forced)  # type: ignore[arg-type]
+        if tasks := set(self.server_state.tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=LAST_BYTES)
+        await self.lifespan.shutdown()
 
     async def _listen_for_grpc(self) -> bool:
         from flashpoint_server.oip.grpc.server import RpcServer  # the import needs the extra `grpc`
@@ -213,7 +228,6 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         workers=1,  # otherwise uvicorn reads WEB_CONCURRENCY, which may be no number
         forwarded_allow_ips="",  # otherwise it reads FORWARDED_ALLOW_IPS
         timeout_keep_alive=settings.keep_alive,
-        timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
     # Longer than a route's timeout for a small answer: the route's must expire first, because only that one is logged.

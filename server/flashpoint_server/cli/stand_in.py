@@ -18,6 +18,7 @@ from flashpoint_server.config import tls
 from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.http import closing
 from flashpoint_server.http.ending import Config
 from flashpoint_server.http.envelope import Envelope
 from flashpoint_server.http.half_closed import HalfClosed
@@ -27,8 +28,6 @@ from flashpoint_server.oip import routes as oip
 from flashpoint_server.refusal import Refusal
 
 MOST = 256  # connections at a time; more wait in the backlog
-BACKLOG = 4096  # connections that may wait to be accepted when the server stops
-PAUSE = 0.05  # seconds without a connection after which the backlog counts as empty
 
 log = structlog.stdlib.get_logger("flashpoint.supervisor")
 
@@ -62,9 +61,24 @@ class StandIn:
         if needed:
             self._listener.setblocking(False)
             loop.add_reader(self._listener.fileno(), self._accept)
-            log.error("no HTTP process is alive", answer=503)
+            if self._refusal[0] == "not_ready":
+                log.error("no HTTP process is alive", answer=503)
         else:
             loop.remove_reader(self._listener.fileno())
+
+    def drain(self) -> None:
+        """Answer `draining` from now on."""
+        self._refusal = "draining", "the server is shutting down"
+
+    async def close(self) -> None:
+        """Accept and answer what waits in the backlog, and let no new connection be established."""
+        closing.refuse_new(self._listener)
+        self.look(needed=True)
+        await closing.drained([self._listener])
+        self.look(needed=False)
+        if tasks := set(self._state.tasks):  # connections, in their TLS handshake, and requests
+            await asyncio.wait(tasks, timeout=closing.GRACE)
+        await closing.close(self._state.connections, self._config.metrics)  # type: ignore[arg-type]
 
     def _refuse(self, exchange: Exchange, _: str | None) -> None:
         code, detail = self._refusal

@@ -84,11 +84,13 @@ async def _run(settings: Settings, listener: socket.socket, files: Files) -> int
         broken = not waiting.done()
         waiting.cancel()
         log.info("stopping", broken=broken)
+        stand_in.drain()
         patience = settings.shutdown_timeout + _WORKER_MARGIN
         await asyncio.gather(*(worker.stop(patience) for worker in workers))
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
+        await stand_in.close()
     return 1 if broken else 0
 
 

@@ -441,9 +441,13 @@ class BodyReceiver(ConnectionState):
             self._received.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.cut()
+        super().connection_lost(exc)
+
+    def cut(self) -> None:
+        """Tell the route that the rest of the body will not come, or that it cannot answer any more."""
         if not self._received.done():
             self._received.set_exception(ConnectionError("the client disconnected"))
-        super().connection_lost(exc)
 
 
 def new_parser(http: EndingProtocol) -> httptools.HttpRequestParser:

@@ -21,7 +21,7 @@ from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.loop import Loop
 from flashpoint_server.observability.metrics import Metrics
-from flashpoint_server.refusal import MEDIA_TYPE, Refusal
+from flashpoint_server.refusal import Refusal
 
 # After the last answer, the connection is closed after these seconds, or when the client has sent this many bytes.
 LINGER, DISCARDED = 5.0, 8 << 20
@@ -53,6 +53,9 @@ class EndingProtocol(HttpToolsProtocol):
     over = False  # whether sending has ended: further input is discarded
     discarded = 0  # number of input bytes that were discarded
     running: RequestResponseCycle | None = None  # the request that is being answered, or the last one
+    # Number of bytes read since the last end of a head or the last bytes of a body. They can be parts of a head, chunk
+    # extensions, trailers and blank lines.
+    unparsed_bytes = 0
     half_closed = False  # whether the client has ended its sending
     watcher: Callable[[], None] | None = None  # called when the client disconnects
 
@@ -115,15 +118,63 @@ class EndingProtocol(HttpToolsProtocol):
         """Stop sending, and discard input until the client closes the connection, at most LINGER s and DISCARDED bytes.
 
         TCP resets a connection that is closed with unread bytes, and the client can then lose the last answers. A TLS
-        connection cannot be closed in one direction only, so it is closed at once.
+        connection cannot be closed in one direction only, so it is closed at once, unless the client is sending a body:
+        it finds `Connection: close` in the answer.
         """
         self.over = True
-        if self.secure or self.transport.is_closing():
+        sending = self.running is not None and self.running.more_body
+        if self.transport.is_closing() or (self.secure and not sending):
             self.transport.close()
-        else:
+            return
+        if not self.secure:
             self.transport.write_eof()
-            self.flow.resume_reading()
-            self.loop.call_later(LINGER, self.transport.close)
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER, self.transport.close)
+
+    def cut(self) -> bool:
+        """End the connection of a server that stops. Return whether no request is left without an answer.
+
+        A request without an answer gets 503 `draining`, in the place of the one that its route would send.
+        """
+        running = self.running
+        if self.over or self.transport.is_closing():
+            return True
+        unfinished = running is not None and not running.response_complete
+        began = unfinished and running is not None and running.response_started
+        if began or not (unfinished or self.unparsed_bytes):
+            self.transport.close()
+            return self.idle
+        blank = {"method": "", "path": "", "headers": ()}
+        exchange = Exchange.open(running.scope if unfinished and running is not None else blank)  # type: ignore[arg-type]
+        refusal = Refusal("draining", "the server stopped before it could answer this request: send it again")
+        exchange.status, exchange.code = refusal.status, refusal.code
+        text, exchange.bytes_out = _written(refusal, exchange)
+        self.transport.write(text)
+        if unfinished and running is not None:
+            self.linger()
+            running.disconnected = True  # its route can send nothing more
+            running.message_event.set()
+            self.leave_body()
+        else:
+            self.config.metrics.ended(exchange, MALFORMED, time.perf_counter() - exchange.arrived)
+            log.warning("request cut", request_id=exchange.request_id, status=exchange.status, code=exchange.code)
+            self.linger()
+        return True
+
+    def leave_body(self) -> None:
+        """Tell the route that receives a body directly that it cannot answer any more."""
+        raise NotImplementedError
+
+    def keep_no_longer(self) -> None:
+        """Close the connection after the answer to the present request."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether the connection has had an answer, and no byte of another request has arrived."""
+        running = self.running
+        return running is not None and running.response_complete and not self.unparsed_bytes and not self.pipeline
 
     def discard(self, nbytes: int) -> None:
         """Count `nbytes` of discarded input. Close the connection if the total exceeds DISCARDED."""
@@ -157,8 +208,8 @@ def _refusal_of(cause: Exception, *, in_body: bool) -> Refusal:
 
 def _written(refusal: Refusal, exchange: Exchange) -> tuple[bytes, int]:
     """Return the bytes of an error answer with `Connection: close`, and the size of its body."""
-    body = refusal.body(exchange.request_id)
-    given = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), **refusal.headers, "Connection": "close"}
+    media_type, body = exchange.write_refusal(refusal, exchange.request_id)
+    given = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers, "Connection": "close"}
     fields = answer_fields(exchange, ((name.lower().encode(), value.encode()) for name, value in given.items()))
     head = b"".join(b"%s: %s\r\n" % field for field in fields)
     return b"%s%s\r\n%s" % (STATUS_LINE[refusal.status], head, body), len(body)

@@ -16,7 +16,16 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from flashpoint_server.exchange import FIELDS, combined
-from flashpoint_server.http.body import EXTENSION, GRACE, ConnectionState, Direct, new_parser, persistence, switch_state
+from flashpoint_server.http.body import (
+    EXTENSION,
+    GRACE,
+    BodyReceiver,
+    ConnectionState,
+    Direct,
+    new_parser,
+    persistence,
+    switch_state,
+)
 from flashpoint_server.http.ending import EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 
@@ -34,9 +43,6 @@ class HttpProtocol(EndingProtocol):
 
     # The transport for uvicorn's answers to ASGI messages. Its `close` lets the client read the last answer.
     closing: SimpleNamespace
-    # Number of bytes read since the last end of a head or the last bytes of a body. They can be parts of a head, chunk
-    # extensions, trailers and blank lines.
-    unparsed_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
     _idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
@@ -168,6 +174,10 @@ class HttpProtocol(EndingProtocol):
                 self._idle_timer = self.loop.call_later(left, self._close_if_idle)
             else:
                 self.transport.close()
+
+    def leave_body(self) -> None:
+        if isinstance(receiving := self.transport.get_protocol(), BodyReceiver):
+            receiving.cut()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)

@@ -453,7 +453,8 @@ class Engines:
 
     def _check_ready(self) -> None:
         if not self._ready():
-            raise Refusal("not_ready", f"the engine is {self.state.value}")
+            code = "draining" if self.state is State.STOPPED else "not_ready"
+            raise Refusal(code, f"the engine is {self.state.value}")
 
     def _send(self, job: Job[Any]) -> None:
         wanted = job.incarnation

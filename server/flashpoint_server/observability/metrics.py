@@ -81,6 +81,8 @@ class Metrics(Listener):
         self._accepted = counter("accepted", "Compute requests admitted")
         ended = counter("ended", "Admitted compute requests that have ended", "how")
         self._ended = {how: ended.labels(how) for how in ENDS}
+        about = "Connections closed at the server's stop without an answer to their request"
+        self._unanswered = counter("unanswered_connections", about)
         self._bytes_in = counter("received_bytes", "Bytes of request bodies received")
         self._bytes_out = counter("sent_bytes", "Bytes of response bodies sent")
         stage = histogram("stage_seconds", "Seconds of each stage of an answered request", _SECONDS, "stage")
@@ -233,6 +235,10 @@ class Metrics(Listener):
     def dropped(self, process: str, lines: int) -> None:
         """Count dropped log lines of a process. A call with 0 creates the metric."""
         self._dropped.labels(process).inc(lines)
+
+    def unanswered(self, connections: int) -> None:
+        """Count connections that were closed at the server's stop without an answer to their request."""
+        self._unanswered.inc(connections)
 
     def families(self) -> Iterable[Metric]:
         """Return the metrics of this process alone, as objects of prometheus_client."""
