@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.options import OPTIONS, ProblemError
+from flashpoint_kernels.problems.memory import check_memory
 
 SIZE: tuple[int, int] = OPTIONS["block_size"].default
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -91,6 +92,7 @@ def _of_rule(rule: Rule, sizes: dict[str, Any], block: tuple[int, int], device: 
 def _of_dense(mask: Tensor, rows: int, columns: int) -> Tensor:
     if mask.dtype != torch.bool or mask.ndim < 2:
         raise ProblemError([("mask", "must be a function, or a tensor of booleans (…, Sq, Sk)")])
+    check_memory(mask=mask)
     for axis, size in ((-1, columns), (-2, rows)):
         count = -(-mask.shape[axis] // size)
         padded = torch.nn.functional.pad(mask, [0, 0] * (-1 - axis) + [0, count * size - mask.shape[axis]])

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.operators.torch_rules import autocast, overridable, refuse_batched_gradients, refuse_transforms
+from flashpoint_kernels.problems.memory import check_memory
 from flashpoint_kernels.problems.modes import exact_products, flushing, without_autocast
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def flex_attention(
     refuse_transforms((("query", query), ("key", key), ("value", value)))
     query, key, value = autocast(query, key, value)
     _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux)
+    check_memory(query=query, key=key, value=value)
     key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     blocks = None if block_mask is None else _Blocks.of(block_mask, query.shape[2], key.shape[2])
     scale = 1 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale

@@ -15,6 +15,7 @@ from flashpoint_contract.tensors import INDEX_TENSORS, TENSORS
 from flashpoint_contract.wording.docstrings import documented
 from flashpoint_kernels.operators import ops, plain
 from flashpoint_kernels.operators.torch_rules import autocast, overridable
+from flashpoint_kernels.problems.memory import check_memory
 
 # all options except `window`, in the order in which `attention` passes them
 _OTHERS = (
@@ -277,6 +278,7 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
             kinds = f"{'an integer, ' if number else ''}a list, an array or " if name in _INTEGERS else ""
             raise ProblemError([(name, f"must be {kinds}a torch tensor, not {type(t).__name__}")])
         if name == "block_table" and t.dtype == torch.int64:
+            check_memory(block_table=t)
             checked[name] = t.clamp(-1, 2**31 - 1).int()  # a page number outside int32 must stay invalid
     return checked
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flashpoint_contract.options import ProblemError
+from flashpoint_kernels.problems.memory import check_memory
 
 
 def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
@@ -38,6 +39,9 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "b
     if has_torch_function((*outputs, *lses)):
         answer: tuple[Tensor, Tensor] = handle_torch_function(merge, (*outputs, *lses), outputs, lses, layout=layout)
         return answer
+    check_memory(
+        **{f"{name}[{n}]": t for name, part in (("outputs", outputs), ("lses", lses)) for n, t in enumerate(part)}
+    )
     turned = _turned(outputs, lses, layout)
     largest = torch.stack([lse.detach().float() for lse in lses]).amax(0)
     largest = torch.where(largest.isneginf(), 0.0, largest)  # gradients through the maximum cancel

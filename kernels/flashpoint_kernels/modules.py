@@ -31,7 +31,8 @@ class FlashAttention(nn.Module):
         attention: Function that computes attention: called with q (B, S, heads, D), k and v (B, S, kv_heads, D) and the
             keywords of `flashpoint_kernels.attention`, it returns o (B, S, heads, D).
 
-    Parameters are float32 until `.to(dtype)`. Raises ValueError for sizes that are not divisible.
+    Parameters have torch's default dtype and device, as in modules of torch. Raises ValueError for sizes that are not
+    divisible.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.tensors import EIGHT_BIT, FLOATS
+from flashpoint_kernels.problems.memory import check_memory
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # a smaller scale would be 0 on a device without subnormal numbers
@@ -33,6 +34,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tenso
         raise ProblemError([("x", f"must be a tensor (..., D) of {', '.join(FLOATS)}")])
     if dtype not in _LARGEST:
         raise ProblemError([("dtype", f"must be torch.{' or torch.'.join(EIGHT_BIT)}, not {dtype}")])
+    check_memory(x=x)
     largest = _LARGEST[dtype]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     of_row = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
@@ -59,6 +61,7 @@ def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch
     """
     if not isinstance(values, Tensor) or values.dtype not in _LARGEST or values.ndim < 1:
         raise ProblemError([("values", f"must be a tensor (..., D) of {' or '.join(EIGHT_BIT)}")])
+    check_memory(values=values, scale=scale)
     factor = torch.as_tensor(scale, dtype=None if isinstance(scale, Tensor) else torch.float64, device=values.device)
     try:
         factor = factor.expand(values.shape[:-1])

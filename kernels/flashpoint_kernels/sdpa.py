@@ -12,6 +12,7 @@ from torch import Tensor
 from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.functional import attention
 from flashpoint_kernels.operators.torch_rules import is_causal_bias, overridable, raises_as
+from flashpoint_kernels.problems.memory import check_memory
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
@@ -74,6 +75,7 @@ def scaled_dot_product_attention(
     q, k, v = _with_heads(*(t[(None,) * (3 - t.ndim)] for t in (query, key, value)), grouped=enable_gqa)
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])  # type: ignore[no-untyped-call]
     if len(lead) != 1 or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        check_memory(query=query, key=key, value=value, attn_mask=attn_mask)
         q, k, v = (_in_one_batch(t, lead) for t in (q, k, v))
         if attn_mask is not None and attn_mask.ndim > 3:
             attn_mask = _in_one_batch(attn_mask, () if math.prod(attn_mask.shape[:-3]) == 1 else lead)
@@ -128,5 +130,6 @@ def _with_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tens
             raise ProblemError([("key", f"{shown}: they must be equal or 1; enable_gqa=True shares key heads")])
         q = q.expand(*q.shape[:-3], heads, -1, -1)
     if of_k != of_v:
+        check_memory(key=k, value=v)
         k, v = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
     return q, k, v

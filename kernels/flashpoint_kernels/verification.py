@@ -38,6 +38,7 @@ from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_kernels.dispatching.dispatch import backend_for, run
 from flashpoint_kernels.judging import captured
 from flashpoint_kernels.judging.exact import bounds
+from flashpoint_kernels.problems.memory import check_memory
 from flashpoint_kernels.problems.modes import exact_products
 from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
@@ -267,6 +268,7 @@ def _poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Direct
 
 
 def _check_answers(answers: Mapping[str, Tensor], problems: list[Problem]) -> None:
+    check_memory(**answers)
     expected = {name: t for problem in problems for name, t in problem.outputs.items()}
     errors = []
     for name, t in answers.items():

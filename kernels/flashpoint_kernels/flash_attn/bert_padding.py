@@ -6,20 +6,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flashpoint_kernels.problems.memory import check_memory
+
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of x (n, …) at the given indices."""
+    check_memory(x=x, indices=indices)
     return x[indices]
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Return (first_axis_dim, …) with `values` in the rows `indices`, and 0 elsewhere."""
+    check_memory(values=values, indices=indices)
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
 def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of x at the given indices, and x detached from autograd."""
-    return x[indices], x.detach()
+    return index_first_axis(x, indices), x.detach()
 
 
 def unpad_input(
@@ -36,6 +40,7 @@ def unpad_input(
         The rows (T, …), their indices in the B·S rows, the start of each sequence (int32, (B + 1,)), the largest
         length, and the number of used rows of each sequence.
     """
+    check_memory(hidden_states=hidden_states, attention_mask=attention_mask, unused_mask=unused_mask)
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(-1, dtype=torch.int32)
     indices = mask.flatten().nonzero().flatten()
@@ -51,6 +56,7 @@ def unpad_input_for_concatenated_sequences(
 
     `attention_mask_in_length` (B, S) has the lengths of each row's sequences, followed by zeros.
     """
+    check_memory(hidden_states=hidden_states, attention_mask_in_length=attention_mask_in_length)
     length = attention_mask_in_length.sum(-1)
     mask = torch.arange(hidden_states.shape[1], dtype=torch.int64, device=length.device) < length[:, None]
     lengths = attention_mask_in_length.flatten()

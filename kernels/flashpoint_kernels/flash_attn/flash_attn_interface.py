@@ -18,6 +18,7 @@ from torch import Tensor
 from flashpoint_kernels.flash_attn.layers.rotary import apply_rotary_emb
 from flashpoint_kernels.functional import attention
 from flashpoint_kernels.operators.torch_rules import overridable, raises_as
+from flashpoint_kernels.problems.memory import check_memory
 
 Answer = Tensor | tuple[Tensor, Tensor, None]
 
@@ -172,6 +173,7 @@ def flash_attn_varlen_func(
         "layout": "thd", "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
         "window": _window(window_size), "softcap": softcap, "alibi_slopes": alibi_slopes,
     }  # fmt: skip
+    check_memory(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     end_q = _end(cu_seqlens_q, q)
     if block_table is not None:
         options |= {"kv_lengths": cu_seqlens_k.diff(), "block_table": block_table}
@@ -293,6 +295,11 @@ def flash_attn_with_kvcache(
     Raises:
         FlashAttnError: a RuntimeError that names the argument.
     """
+    check_memory(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        block_table=block_table,
+    )  # fmt: skip
     batch, capacity = len(q), k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     _check_cache(q, k_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     lengths = torch.full((batch,), capacity, dtype=torch.int32, device=q.device)

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flashpoint_contract.options import ProblemError
+from flashpoint_kernels.problems.memory import check_memory
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
@@ -74,6 +75,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     kind = tensors[0].device.type
     if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
+    check_memory(**dict(zip("qkv", tensors, strict=False)))
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if _casts(t, kind) else t for t in tensors)
 

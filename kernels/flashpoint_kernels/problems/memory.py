@@ -15,6 +15,7 @@ from flashpoint_contract.options import ProblemError
 # The address of a tensor without memory is its offset in its storage. On Linux, memory usually has addresses above
 # 2^40, so one comparison is enough for nearly all tensors.
 SUSPECT = 1 << 40
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def in_memory(name: str, t: Tensor) -> Tensor:
@@ -24,11 +25,13 @@ def in_memory(name: str, t: Tensor) -> Tensor:
     """
     if t.is_meta or t.layout != torch.strided:
         return t
-    if t.data_ptr() < SUSPECT and t.numel():
+    if (address := t.data_ptr()) < SUSPECT and t.numel():
         if t._is_zerotensor():
             return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
-        if not t.untyped_storage().nbytes():
-            raise ProblemError([(name, "has no memory, because its storage was freed: allocate it before the call")])
+        if not address or not t.untyped_storage().nbytes():
+            kind = type(t).__name__
+            why = "its storage was freed" if type(t) in _PLAIN else f"the subclass {kind} holds its elements elsewhere"
+            raise ProblemError([(name, f"has no memory, because {why}: pass a tensor with its elements in memory")])
     return t.resolve_neg()
 
 
@@ -40,5 +43,5 @@ def check_memory(**tensors: object) -> None:
     if torch.compiler.is_compiling():
         return
     for name, t in tensors.items():
-        if isinstance(t, Tensor) and type(t) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(t):
+        if isinstance(t, Tensor) and type(t) in _PLAIN and not is_functorch_wrapped_tensor(t):
             in_memory(name, t)

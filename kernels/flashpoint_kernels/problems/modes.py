@@ -14,7 +14,9 @@ from contextlib import contextmanager
 import torch
 
 _DENORMAL = torch.tensor(1e-40, dtype=torch.float32, device="cpu")
-_PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+_PRODUCTS = ("cuda", "matmul"), ("mkldnn", "matmul")
+# The functions of `torch.backends.*.matmul.fp32_precision`, which a program may freeze for itself.
+_precision, _set_precision = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 
 class _Exact:
@@ -29,7 +31,7 @@ class _Exact:
     def held(self) -> Iterator[None]:
         with self._lock:
             if not self._users:
-                self._before = [products.fp32_precision for products in _PRODUCTS]
+                self._before = [_precision(*products) for products in _PRODUCTS]
                 self._set(["ieee"] * len(_PRODUCTS))
             self._users += 1
         try:
@@ -43,7 +45,7 @@ class _Exact:
     def _set(self, precisions: list[str]) -> None:
         for products, before, precision in zip(_PRODUCTS, self._before, precisions, strict=True):
             if before not in ("ieee", "none"):  # these two are exact already
-                products.fp32_precision = precision
+                _set_precision(*products, precision)
 
 
 _exact = _Exact()

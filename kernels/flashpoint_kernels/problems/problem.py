@@ -125,6 +125,8 @@ class Problem:
         Raises:
             ProblemError: names each field that is not valid.
         """
+        if torch._C._is_tracing():
+            raise RuntimeError("torch.jit.trace cannot record a Problem: trace `attention`, which is an operator")
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
         tensors = {name: in_memory(name, t) for name, t in tensors.items()}
         device = tensors["q"].device

@@ -51,10 +51,15 @@ def integers(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def qkv(
-    layout: str = "bhsd", q_len: int = 40, kv_len: int = 70, dtype: torch.dtype = F32, scale: float = 1.0
+    layout: str = "bhsd", q_len: int = 40, kv_len: int = 70, dtype: torch.dtype = F32, scale: float = 1.0, dim: int = 16
 ) -> Callable[[], Tensors]:
     def made() -> Tensors:
-        shapes = {"q": (2, 4, q_len, 16), "k": (2, 2, kv_len, 16), "v": (2, 2, kv_len, 16), "do": (2, 4, q_len, 16)}
+        shapes = {
+            "q": (2, 4, q_len, dim),
+            "k": (2, 2, kv_len, dim),
+            "v": (2, 2, kv_len, dim),
+            "do": (2, 4, q_len, dim),
+        }
         found = {name: normal(*shape, seed=n, dtype=dtype) * scale for n, (name, shape) in enumerate(shapes.items())}
         if layout == "bhsd":
             return found
@@ -62,6 +67,11 @@ def qkv(
         return turned if layout == "bshd" else {name: t.flatten(0, 1) for name, t in turned.items()}
 
     return made
+
+
+def own(t: Tensor) -> Tensor:
+    """Return a copy that a function may write into; a tensor whose storage was freed cannot be copied."""
+    return t.clone() if t.untyped_storage().nbytes() else t
 
 
 def with_(made: Callable[[], Tensors], **more: Callable[[], Tensor]) -> Callable[[], Tensors]:
@@ -155,6 +165,11 @@ differentiable(
     "attention tiled blocks", with_(qkv(), block_mask=blocks), attention(backend="tiled", block_size=(16, 16))
 )
 differentiable("attention reference", qkv(), attention(backend="reference", return_lse=True, window=(20, 3)))
+large = qkv(q_len=300, kv_len=300, dim=64)  # torch has other code for large products
+differentiable("attention tiled large", large, attention(backend="tiled", return_lse=True))
+differentiable("attention reference large", large, attention(backend="reference", return_lse=True))
+differentiable("attention tiled denormal", qkv(scale=1e-39), attention(backend="tiled", return_lse=True))
+differentiable("attention reference denormal", qkv(scale=1e-39), attention(backend="reference", return_lse=True))
 differentiable("attention long", qkv(q_len=1, kv_len=6000), attention(return_lse=True, softcap=20.0))
 differentiable("attention tiny", qkv(scale=1e-20), attention(scale=1e38, return_lse=True))
 differentiable("attention denormal", qkv(scale=1e-39), attention(return_lse=True))
@@ -215,6 +230,12 @@ def flex(t: Tensors) -> Any:
 differentiable("flex_attention", with_(qkv(), bias=lambda: normal(4, seed=6)), flex, ("q", "k", "v", "bias"))
 differentiable(
     "flex_attention plain", qkv(q_len=10), lambda t: kernels.flex_attention(t["q"], t["k"], t["v"], enable_gqa=True)
+)
+differentiable("flex_attention large", large, lambda t: kernels.flex_attention(t["q"], t["k"], t["v"], enable_gqa=True))
+differentiable(
+    "flex_attention denormal",
+    qkv(scale=1e-39),
+    lambda t: kernels.flex_attention(t["q"], t["k"], t["v"], enable_gqa=True),
 )
 differentiable(
     "merge",
@@ -296,7 +317,7 @@ differentiable(
 
 
 def cached(t: Tensors) -> Mapping[str, Tensor]:
-    k, v = t["k"].clone(), t["v"].clone()
+    k, v = own(t["k"]), own(t["v"])
     o, lse = flash_attn.flash_attn_with_kvcache(
         t["q"], k, v, t["new_k"], t["new_v"], t["cos"], t["sin"], t["lengths"], cache_leftpad=t["left"], causal=True,
         return_softmax_lse=True,
@@ -354,12 +375,12 @@ differentiable(
 alone(
     "apply_rotary_emb_qkv_",
     with_(lambda: {"x": normal(2, 9, 3, 3, 16, seed=1)}, **angles),
-    lambda t: rotary.apply_rotary_emb_qkv_(t["x"].clone(), t["cos"], t["sin"], seqlen_offsets=2),
+    lambda t: rotary.apply_rotary_emb_qkv_(own(t["x"]), t["cos"], t["sin"], seqlen_offsets=2),
 )
 alone(
     "apply_rotary_emb_kv_",
     with_(lambda: {"x": normal(2, 9, 2, 3, 16, seed=1)}, **angles),
-    lambda t: rotary.apply_rotary_emb_kv_(t["x"].clone(), t["cos"], t["sin"]),
+    lambda t: rotary.apply_rotary_emb_kv_(own(t["x"]), t["cos"], t["sin"]),
 )
 
 
@@ -368,13 +389,16 @@ def embedding() -> Any:
     return rotary.RotaryEmbedding(16, scale_base=8.0, device="cpu")
 
 
-alone("RotaryEmbedding", lambda: {"x": normal(2, 9, 3, 3, 16, seed=1)}, lambda t: embedding()(t["x"].clone()))
+alone("RotaryEmbedding", lambda: {"x": normal(2, 9, 3, 3, 16, seed=1)}, lambda t: embedding()(own(t["x"])))
 
 
 @functools.cache
 def block() -> Any:
-    torch.manual_seed(0)
-    return modules.Block(32, 4, 2).to("cpu", F32).requires_grad_(False)
+    with torch.device("cpu"):
+        made = modules.Block(32, 4, 2).to(F32).requires_grad_(False)
+    for n, weight in enumerate(made.parameters()):
+        weight.copy_(normal(*weight.shape, seed=n) / 4)
+    return made
 
 
 differentiable(

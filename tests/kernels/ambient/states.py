@@ -47,16 +47,14 @@ def threads(count: int) -> State:
     return State(enter=lambda: _set(torch.set_num_threads, count, torch.get_num_threads()))
 
 
+def _allow_tf32(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 @contextmanager
-def _settings(*pairs: tuple[Any, str, Any]) -> Iterator[None]:
-    before = [getattr(owner, name) for owner, name, _ in pairs]
-    for owner, name, value in pairs:
-        setattr(owner, name, value)
-    try:
+def _both(one: State, other: State) -> Iterator[None]:
+    with one.enter(), other.enter():
         yield
-    finally:
-        for (owner, name, _), value in reversed([*zip(pairs, before, strict=True)]):
-            setattr(owner, name, value)
 
 
 class FunctionMode(TorchFunctionMode):
@@ -102,17 +100,16 @@ STATES: Mapping[str, State] = {
     'with torch.device("meta")': State(enter=lambda: torch.device("meta")),
     'set_default_device("meta")': State(enter=lambda: _set(torch.set_default_device, "meta", None)),
     'set_default_device("cuda")': State(enter=lambda: _set(torch.set_default_device, "cuda", None)),
+    "bfloat16 on meta": State(
+        enter=lambda: _both(STATES["default dtype bfloat16"], STATES['with torch.device("meta")'])
+    ),
     "no_grad": State("forward", torch.no_grad),
     "inference_mode": State("forward", torch.inference_mode),
     "set_grad_enabled(True)": State(enter=torch.enable_grad),
     "autocast": State("cast", lambda: torch.autocast("cpu", torch.bfloat16)),
     "autocast, disabled": State(enter=lambda: torch.autocast("cpu", torch.bfloat16, enabled=False)),
     "deterministic algorithms": State(enter=lambda: _set(torch.use_deterministic_algorithms, True, False)),
-    "TF32 allowed": State(
-        enter=lambda: _settings(
-            (torch.backends.cuda.matmul, "allow_tf32", True), (torch.backends.cudnn, "allow_tf32", True)
-        )
-    ),
+    "TF32 allowed": State(enter=lambda: _set(_allow_tf32, True, False)),
     'set_float32_matmul_precision("medium")': State(
         enter=lambda: _set(torch.set_float32_matmul_precision, "medium", "highest")
     ),

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flashpoint_kernels.problems.memory import check_memory
+
 
 def apply_rotary_emb(
     x: Tensor,
@@ -36,6 +38,7 @@ def apply_rotary_emb(
     Raises:
         ValueError: a position has no cosine, or rotary_dim is larger than D.
     """
+    check_memory(x=x, cos=cos, sin=sin, seqlen_offsets=seqlen_offsets, cu_seqlens=cu_seqlens)
     half, rows = cos.shape[-1], x.shape[0 if cu_seqlens is not None else 1]
     if 2 * half > x.shape[-1]:
         raise ValueError(f"cos: rotary_dim is {2 * half}, and x has {x.shape[-1]} columns")
