@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from flashpoint_contract.options import ProblemError
+from flashpoint_contract.options import UNBOUNDED, ProblemError
 from flashpoint_kernels.operators.torch_rules import autocast, overridable, refuse_batched_gradients, refuse_transforms
 from flashpoint_kernels.problems.memory import check_memory
 from flashpoint_kernels.problems.modes import exact_products, flushing, without_autocast
+from flashpoint_kernels.problems.strides import empty_like
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # slow: imports torch._dynamo
@@ -85,8 +86,8 @@ def flex_attention(
         return_aux: Return (out, AuxOutput), with the values that this AuxRequest names: lse, max_scores.
 
     Returns:
-        out, (B, Hq, L, Ev), in query's dtype; lse and max_scores are (B, Hq, L), float32, or
-        float64 for float64. A query that sees no key has out = 0 and lse = −∞.
+        out, (B, Hq, L, Ev), in query's dtype, with the dimensions in the order of query's strides; lse and max_scores
+        are (B, Hq, L), float32, or float64 for float64. A query that sees no key has out = 0 and lse = −∞.
 
         Differentiable once, in query, key, value, and the tensors that `score_mod` captures and that require a
         gradient, through out and lse.
@@ -140,7 +141,9 @@ def _check(
         counts = block_mask.kv_num_blocks
         if counts.shape[0] not in (1, batch) or counts.shape[1] not in (1, heads):
             errors.append(("block_mask", f"is for {tuple(counts.shape[:2])} sequences and heads, not {(batch, heads)}"))
-        if block_mask.seq_lengths[0] < length or block_mask.seq_lengths[1] < keys:
+        # torch's mask for "no mask" has one block, which is larger than any length, and the lengths (1, 1).
+        covered = block_mask.seq_lengths if min(block_mask.BLOCK_SIZE) < UNBOUNDED else block_mask.BLOCK_SIZE
+        if covered[0] < length or covered[1] < keys:
             errors.append(("block_mask", f"is for {block_mask.seq_lengths} queries and keys, not {(length, keys)}"))
     if errors:
         raise ProblemError(errors)
@@ -276,7 +279,7 @@ class _Tiled(torch.autograd.Function):
         ctx: Any, flex: _Flex, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = k.shape[1]
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        out = empty_like(q, (*q.shape[:3], v.shape[3])).zero_()
         lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=_products_dtype(q))
         largest = lse.clone()
         for rows, tiles in flex.tiles(q, k):
@@ -325,7 +328,7 @@ class _TiledGradient(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         heads = k.shape[1]
         dq = torch.zeros_like(q)
-        dk, dv = (torch.zeros_like(_exact(t)) for t in (k, v))
+        dk, dv = (torch.zeros_like(t, dtype=_products_dtype(t)) for t in (k, v))
         leaves = {id(t): _wide(t.detach()).requires_grad_() for t in captured}
         of_captured = [torch.zeros_like(leaf) for leaf in leaves.values()]
         rounds = any(leaf.dtype != t.dtype for leaf, t in zip(leaves.values(), captured, strict=True))

@@ -29,7 +29,8 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "b
         layout: Layout of the outputs.
 
     Returns:
-        o in the parts' dtype and shape, and lse in float32. Where no part sees a key, 0 and −∞.
+        o in the parts' dtype and shape, and lse in float32. Where no part sees a key, 0 and −∞. A part whose lse is −∞
+        adds nothing, whatever its o is there.
 
         Differentiable in outputs and lses, any number of times.
 
@@ -51,9 +52,11 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "b
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, float("-inf"), largest + total.log())
     o = torch.zeros((), dtype=torch.float32, device=outputs[0].device)
-    for part, weight in zip(outputs, weights, strict=True):
+    for part, part_lse, weight in zip(outputs, lses, weights, strict=True):
         share = weight / total
-        o = o + (share.transpose(-1, -2) if turned else share)[..., None] * part.float()
+        share = (share.transpose(-1, -2) if turned else share)[..., None]
+        without = (part_lse.transpose(-1, -2) if turned else part_lse)[..., None].isneginf()
+        o = o + share * torch.where(without, 0.0, part.float())
     return o.to(outputs[0].dtype), lse
 
 

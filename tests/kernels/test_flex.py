@@ -344,3 +344,22 @@ def test_an_error_names_the_argument(call: Callable[[], object], field: str) -> 
     with pytest.raises(ProblemError) as error:
         call()
     assert field in [name for name, _ in error.value.errors]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+def test_answers_and_gradients_lie_in_the_order_of_the_strides(order: tuple[int, ...]) -> None:
+    given = [
+        torch.empty_permuted((2, 3, n, 8), order, dtype=torch.float32, device=DEVICE).normal_().requires_grad_()
+        for n in (20, 24, 24)
+    ]
+    out = flex_attention(*given)
+    assert torch.equal(out, flex_attention(*(t.contiguous() for t in given)))
+    gradients = torch.autograd.grad(out.sum(), given)
+    for t in (out, *gradients):
+        assert torch.empty_permuted(t.shape, order, device="meta").stride() == t.stride()
+
+
+def test_torchs_mask_for_no_mask_is_taken() -> None:
+    q, k = normal(1, 2, 20, 8), normal(1, 2, 300, 8)
+    nothing = torchs._create_empty_block_mask(q, k)
+    assert torch.equal(flex_attention(q, k, k, block_mask=nothing), flex_attention(q, k, k))

@@ -200,3 +200,33 @@ def test_a_ring_of_processes_computes_what_one_does(world: int) -> None:
         assert process.returncode == 0, errors
         (largest,) = re.findall(rf"process {rank} of {world}: o, dq, dk, dv differ by at most (\S+)", output)
         assert float(largest) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_a_part_without_keys_adds_nothing_whatever_its_o_is(layout: str, dtype: torch.dtype) -> None:
+    """Memory of a part that saw no key may have any bits."""
+    shape = (5, 3, 8) if layout == "thd" else (2, 5, 3, 8) if layout == "bshd" else (2, 3, 5, 8)
+    lse_shape = (3, 5) if layout == "thd" else (2, 3, 5)
+    outputs = [normal(*shape, seed=n).to(dtype) for n in range(3)]
+    lses = [normal(*lse_shape, seed=n) for n in range(3)]
+    lses[1][..., 2:] = -torch.inf
+    lses[2][:] = -torch.inf
+    empty = [(lse if layout == "bhsd" else lse.transpose(-1, -2))[..., None].isneginf() for lse in lses]
+    given = [t.masked_fill(none, torch.nan).requires_grad_() for t, none in zip(outputs, empty, strict=True)]
+    zeroed = [t.masked_fill(none, 0.0).requires_grad_() for t, none in zip(outputs, empty, strict=True)]
+    of_lses = [lse.requires_grad_() for lse in lses]
+    actual, expected = merge(given, of_lses, layout=layout), merge(zeroed, of_lses, layout=layout)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+    gradients = torch.autograd.grad(actual[0].sum() + actual[1][..., :2].sum(), [*given, *of_lses])
+    wanted = torch.autograd.grad(expected[0].sum() + expected[1][..., :2].sum(), [*zeroed, *of_lses])
+    for one, other in zip(gradients, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all()
+
+
+def test_parts_without_keys_alone_give_zero() -> None:
+    o, lse = merge([torch.full((2, 3, 4), torch.nan, device=DEVICE)], [torch.full((2, 3), -torch.inf, device=DEVICE)])
+    assert not o.any()
+    assert lse.isneginf().all()
