@@ -184,7 +184,7 @@ class Spec:
     def with_keys(self, kv_len: int, tensors: Mapping[str, TensorInfo]) -> Spec:
         """Return this forward problem with another number of keys. Values that do not depend on it are reused."""
         spec = replace(self, kv_len=kv_len, tensors=tensors)
-        same = {name: getattr(self, name) for name in ("features", "level", "window", "outputs", "lse_shape")}
+        same = {name: getattr(self, name) for name in ("given", "features", "level", "window", "outputs", "lse_shape")}
         spec.__dict__.update(same)
         return spec
 

@@ -65,6 +65,8 @@ def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
     missing = spec.features - SUPPORT[backend]
     if backend == "cpu" and native.library() is None:
         return [("backend", native.missing())]
+    if not missing and spec.given <= HANDLES[backend]:
+        return []
     errors = [(field, f"the {backend} backend does not support {what}") for field, what in map(said, sorted(missing))]
     unnamed = spec.given - HANDLES[backend] - {field for field, _ in errors}
     return errors + [(name, f"the {backend} backend does not support {name}") for name in sorted(unnamed)]
