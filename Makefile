@@ -6,7 +6,7 @@ PORT ?= $(or $(FLASHPOINT_PORT),8000)
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz
+.PHONY: help install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz faults
 
 # Changed sources of the CPU kernels are compiled again.
 NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.[ch]) kernels/flashpoint_kernels/native/build.py
@@ -154,6 +154,12 @@ soak: $(VENV)/.dev ## load for MINUTES (60)
 	$(BIN)/python loadtests/soak.py --minutes $(MINUTES) $(LOAD)
 overload: $(VENV)/.dev ## more load than the server takes
 	$(BIN)/python loadtests/overload.py $(LOAD)
+
+# Faults of the bank in tests/faults, put in one at a time: which tests find each, in how many seconds. DRAW=0 is all of
+# them.
+DRAW ?= 40
+faults: $(VENV)/.dev ## faults put in by hand, and who finds them
+	$(BIN)/python -m tests.faults --draw $(DRAW) --seed $(SEED) $(ARGS)
 
 # Bytes that nobody should send, for MINUTES to each reader of them; ONLY="headers http" for some. Findings: .fuzz/
 fuzz: MINUTES ?= 10

@@ -31,9 +31,9 @@ def sweep(quick: int, full: int) -> settings:
     )
 
 
-def of_level(level: str, count: int, longest: int, *more: str, library: Path | None = None) -> None:
+def of_level(level: str, count: int, longest: int, *more: str) -> None:
     """Run cases on a level of the guarded library, in a process of its own."""
-    path = library or guards.library()
+    path = guards.library(level, small="usual" not in more)
     command = [sys.executable, "-m", "tests.support.sweep", str(path), level, str(count), str(longest), *more]
     ran = subprocess.run(command, cwd=ROOT, env=guards.environment(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-2000:] + "\n".join(ran.stderr.splitlines()[:60])
@@ -49,7 +49,7 @@ def test_cpu_with_small_blocks(level: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", guards.levels())
 def test_cpu_with_its_own_blocks(level: str) -> None:
-    of_level(level, 300 if EXPLORING else 60, 300, "usual", library=guards.library(small=False))
+    of_level(level, 300 if EXPLORING else 60, 300, "usual")
 
 
 @pytest.fixture(scope="module")

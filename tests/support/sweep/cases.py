@@ -21,6 +21,7 @@ FEATURES = (
     "own_slopes", "sinks", "bool_mask", "mask", "blocks", "q_lengths", "kv_lengths", "dlse", "memory", "sharp",
     "one_gradient", "given",
 )  # fmt: skip
+OF_COMMON = ("causal", "left", "softcap", "scale", "sinks", "eight_bits", "sharp")  # with a common prefix
 OF_FORWARD = ("pages", "eight_bits")  # no gradient
 NOT_PACKED = {"bool_mask", "mask", "blocks", "q_lengths", "kv_lengths"}
 SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))  # of a mask; 0 is a dimension of size 1
@@ -68,6 +69,10 @@ def cases(
     chosen = set(draw(st.lists(st.sampled_from(names), unique=True, min_size=count, max_size=count)))
     if len(names) > len(FEATURES):
         chosen.add(one_of(OF_FORWARD))
+    common = of_forward and one_of(range(10)) == 0  # few queries of several sequences, which begin with the same pages
+    if common:
+        q_len, kv_len = one_of((1, 1, 2, 3)), one_of(kv_lens[len(kv_lens) // 2 :])
+        chosen = {"pages", *chosen.intersection(OF_COMMON)}
     if layout == "thd":
         chosen -= NOT_PACKED
     for first, second in (
@@ -76,7 +81,7 @@ def cases(
     ):  # fmt: skip
         if first in chosen:
             chosen.discard(second)
-    batch = one_of((1, 1, 2, 3, 5))
+    batch = 5 if common else one_of((1, 1, 2, 3, 5))
     dim = one_of(dims)
     shifts = range(-q_len - 2, kv_len + 3)
     options: dict[str, Any] = {"layout": layout}
@@ -113,7 +118,10 @@ def cases(
     if "eight_bits" in chosen:
         more["kind"], more["form"] = one_of(tuple(DTYPES)), one_of(FORMS)
     if "pages" in chosen:
-        more["page"], more["strided"] = one_of((1, 7, 16, 32)), one_of((False, True))
+        more["strided"] = one_of((False, True))
+        more["page"], more["shared"] = one_of((1, 7, 16, 32)), one_of((0, 1, 9))
+        if common:
+            more["page"], more["shared"] = one_of((16, 32)), kv_len
     if "one_gradient" in chosen:
         more["gradient"] = one_of(GRADIENTS)
     return Case(
@@ -153,6 +161,7 @@ def tensors_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
         t = of_eight_bits(t, layout, more["kind"], more["form"], sequences=batch)
     if page:
         t = in_pages(t, layout, page, seed=case.seed, strided=more["strided"])
+        _share(t, page, more["shared"])
     for name, memory in more.get("memory", {}).items():
         if name in t and t[name].itemsize > 1 and not (page and name in "kv"):
             t[name] = _expanded(t[name], layout) if memory == "expanded" else restrided(t[name], memory)
@@ -189,6 +198,14 @@ def tensors_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if backward:
         options["grads"] = [more["gradient"]] if more.get("gradient") in grads else grads
     return t, options
+
+
+def _share(t: dict[str, Tensor], page: int, most: int) -> None:
+    """Let sequences begin with the same pages, up to `most` of those that the first sequence and they have."""
+    counts = [-(-length // page) for length in t["kv_lengths"].tolist()]
+    for table, count in zip(t["block_table"], counts, strict=True):
+        shared = min(count, counts[0], most)
+        table[:shared] = t["block_table"][0, :shared]
 
 
 def _packed(t: dict[str, Tensor], lengths: dict[str, list[int]]) -> dict[str, Tensor]:

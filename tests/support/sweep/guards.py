@@ -35,7 +35,6 @@ FLAGS = (
 GUARDS = (
     "-DGUARDS", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
 )  # fmt: skip
-THREADS = ("-fsanitize=thread",)
 
 
 class Blocks(NamedTuple):
@@ -60,8 +59,8 @@ class Blocks(NamedTuple):
 # strips of 32 queries: with two, a fault between strips once stayed hidden.
 _NARROW = Blocks({"BLOCK": 32, "STRIP": 12, "CHUNK": 64}, {"KEYS": 32, "QUERIES": 12}, 40, 10, 24)
 SMALL = {
-    "generic": _NARROW,
     "avx2": _NARROW,
+    "generic": _NARROW,
     "avx512": _NARROW._replace(forward={"BLOCK": 64, "STRIP": 12, "CHUNK": 128}),
     "amx": Blocks({"BLOCK": 64, "CHUNK": 128}, {"KEYS": 64, "QUERIES": 96}, 80, 16, 96),
 }
@@ -92,8 +91,8 @@ def _has_avx512() -> bool:
     return all(f" {name}" in flags for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
 
 
-def library(small: bool = True, flags: tuple[str, ...] = GUARDS, folder: Path = build.HERE) -> Path:
-    """Return the guarded library of the sources in `folder`; compile what is not kept from an earlier run.
+def library(level: str, small: bool = True, flags: tuple[str, ...] = GUARDS, folder: Path = build.HERE) -> Path:
+    """Return the guarded library of one level, from the sources in `folder`; compile what is not kept from before.
 
     Raises:
         RuntimeError: there is no gcc, or it reports an error.
@@ -103,7 +102,7 @@ def library(small: bool = True, flags: tuple[str, ...] = GUARDS, folder: Path = 
     KEPT.mkdir(parents=True, exist_ok=True)
     with (KEPT / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of one run wait for one build
-        objects = list(pool.map(lambda job: _object(job, folder), _jobs(small, flags, build.checksum(folder))))
+        objects = list(pool.map(lambda job: _object(job, folder), _jobs(level, small, flags, build.checksum(folder))))
         kept = KEPT / f"{zlib.crc32(' '.join(map(str, objects)).encode()):08x}.so"
         if not kept.exists():
             _made(["gcc", "-shared", *flags, *map(str, objects), "-pthread", "-lm"], folder, kept)
@@ -112,12 +111,11 @@ def library(small: bool = True, flags: tuple[str, ...] = GUARDS, folder: Path = 
     return kept
 
 
-def _jobs(small: bool, flags: tuple[str, ...], checksum: int) -> list[list[str]]:
-    """Return the command of each object file, without the file's name. The longest come first."""
+def _jobs(of: str, small: bool, flags: tuple[str, ...], checksum: int) -> list[list[str]]:
+    """Return the command of each object file, without the file's name. `amx` leaves some problems to `avx512`."""
     jobs = []
-    compiled = levels() if "avx512" in levels() else (*levels(), "avx512")  # it computes what the tiles leave to it
     for kernel in build.KERNELS:
-        for level in reversed(compiled):
+        for level in ("avx512", "amx") if of == "amx" else (of,):
             macros = getattr(SMALL[level], kernel) if small else {}
             sizes = [f"-D{name}={size}" for name, size in macros.items()]
             jobs.append(["gcc", *FLAGS, *flags, *options_of(level), *sizes, "-c", f"{kernel}.c"])
@@ -189,4 +187,5 @@ def use(path: Path, level: str, blocks: Blocks) -> None:
 
 
 if __name__ == "__main__":
-    print(library(folder=Path(sys.argv[1]) if len(sys.argv) > 1 else build.HERE))
+    for name in sys.argv[1:] or levels():
+        print(library(name))

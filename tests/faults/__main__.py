@@ -1,0 +1,148 @@
+"""Put faults in, one at a time, and see which tests find them: `python -m tests.faults --draw 40 --seed 1`.
+
+`bank/*.toml` has the faults: `file`, its text `old`, which occurs once, the text `new` that replaces it, and `seen`,
+what a user would see. `areas.toml` has the tests of each file. A fault is put into a copy of the tree; the copy's
+tests run there, step by step, until one fails. The kernels in C are compiled again where a fault is in their sources.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIMIT = 900  # seconds of a step
+
+
+def bank() -> list[dict]:
+    """Return all faults, in the order of their ids."""
+    found = [fault for file in (HERE / "bank").glob("*.toml") for fault in tomllib.loads(file.read_text())["fault"]]
+    return sorted(found, key=lambda fault: fault["id"])
+
+
+def steps_of(file: str) -> list[list[str]]:
+    areas = tomllib.loads((HERE / "areas.toml").read_text())["area"]
+    return next((area["steps"] for area in areas if file.startswith(tuple(area["files"]))), [])
+
+
+def mistakes(faults: list[dict]) -> list[str]:
+    """Return what is wrong with the bank: every fault fits the sources, has tests and an id of its own."""
+    wrong = []
+    for fault in faults:
+        count = (ROOT / fault["file"]).read_text().count(fault["old"])
+        if count != 1:
+            wrong.append(f"{fault['id']}: its old text occurs {count} times in {fault['file']}; it must occur once")
+        if fault["old"] == fault["new"]:
+            wrong.append(f"{fault['id']}: changes nothing")
+        if not steps_of(fault["file"]):
+            wrong.append(f"{fault['id']}: areas.toml has no tests for {fault['file']}")
+    ids = [fault["id"] for fault in faults]
+    return wrong + [f"{name}: occurs twice" for name in set(ids) if ids.count(name) > 1]
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of the files that git knows, with the compiled kernels and the guarded build's objects."""
+    tree = folder / "tree"
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    for name in files.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    library = "kernels/flashpoint_kernels/native/libflashpoint.so"
+    shutil.copy2(ROOT / library, tree / library)
+    if (ROOT / "build/guards").exists():
+        shutil.copytree(ROOT / "build/guards", tree / "build/guards")
+    return tree
+
+
+def compile_kernels(tree: Path, environment: dict[str, str]) -> str:
+    """Compile the kernels that are served in the copy, and return the compiler's errors."""
+    command = [sys.executable, "kernels/flashpoint_kernels/native/build.py"]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True).stderr
+
+
+def found_by(tree: Path, fault: dict, sweep_only: bool) -> dict:
+    """Put one fault into the copy, run its steps, take it out, and return who found it in how many seconds."""
+    path = tree / fault["file"]
+    right = path.read_text()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(tree / name) for name in ("contract", "client", "kernels", "server")),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    in_c = path.suffix in (".c", ".h")
+    began, result = time.monotonic(), {"id": fault["id"], "file": fault["file"], "seen": fault["seen"], "by": ""}
+    path.write_text(right.replace(fault["old"], fault["new"]))
+    try:
+        for number, step in enumerate(steps_of(fault["file"])[: 1 if sweep_only else None]):
+            if in_c and number:
+                compile_kernels(tree, environment)
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:randomly", *step]
+            command += [] if "-k" in step else ["-m", "not slow and not full and not gpu and not image"]
+            try:
+                ran = subprocess.run(
+                    command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+                )
+                output, failed = ran.stdout, ran.returncode == 1
+                if ran.returncode > 1:
+                    raise SystemExit(f"{fault['id']}: pytest ended with {ran.returncode}\n{ran.stdout}{ran.stderr}")
+            except subprocess.TimeoutExpired:
+                output, failed = "", True
+            if failed:
+                named = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+                result["by"] = named[1] if named else f"{step[0]}, which did not end in {LIMIT} s"
+                break
+    finally:
+        path.write_text(right)
+        if in_c and not sweep_only:
+            compile_kernels(tree, environment)
+    return result | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--draw", type=int, default=0, help="number of faults, drawn at random; 0 for all")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the draw")
+    parser.add_argument("--part", default="0/1", help="k/n: the k-th of n parts of the draw, to run beside the others")
+    parser.add_argument("--only", default="", help="a regular expression that the ids must match")
+    parser.add_argument("--sweep-only", action="store_true", help="run the first step of each fault alone")
+    parser.add_argument("--check", action="store_true", help="check that the bank fits the sources, and run nothing")
+    parser.add_argument("--json", type=Path, help="write the table to this file, after each fault")
+    asked = parser.parse_args()
+    faults = bank()
+    if wrong := mistakes(faults):
+        print("\n".join(wrong))
+        return 2
+    print(f"{len(faults)} faults in the bank, seed {asked.seed}")
+    if asked.check:
+        return 0
+    chosen = [fault for fault in faults if re.search(asked.only, fault["id"])]
+    if asked.draw:
+        chosen = random.Random(asked.seed).sample(chosen, min(asked.draw, len(chosen)))
+    part, parts = map(int, asked.part.split("/"))
+    chosen, rows = chosen[part::parts], []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder))
+        for fault in chosen:
+            row = found_by(tree, fault, asked.sweep_only)
+            rows.append(row)
+            print(f"{row['seconds']:7.1f} s  {row['id']:24} {row['by'] or 'NOT FOUND: ' + row['seen']}", flush=True)
+            found = sum(bool(row["by"]) for row in rows)
+            if asked.json:
+                table = {"bank": len(faults), "seed": asked.seed, "drawn": len(rows), "found": found, "faults": rows}
+                asked.json.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{found} of {len(rows)} found")
+    return found < len(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
