@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from flashpoint_kernels.native import build
 
 KEPT = Path(__file__).parents[3] / "build" / "guards"
-MOST = 80  # files kept
+MOST = 120  # files kept
 FLAGS = (
     "-std=gnu11", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror",
     "-Wno-psabi",
@@ -100,11 +100,13 @@ def library(level: str, small: bool = True, flags: tuple[str, ...] = GUARDS, fol
     if shutil.which("gcc") is None:
         raise RuntimeError("the guarded build needs gcc, and there is none: install gcc")
     KEPT.mkdir(parents=True, exist_ok=True)
-    with (KEPT / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (KEPT / f"{level}.lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of one run wait for one build
         objects = list(pool.map(lambda job: _object(job, folder), _jobs(level, small, flags, build.checksum(folder))))
         kept = KEPT / f"{zlib.crc32(' '.join(map(str, objects)).encode()):08x}.so"
-        if not kept.exists():
+        if kept.exists():
+            kept.touch()
+        else:
             _made(["gcc", "-shared", *flags, *map(str, objects), "-pthread", "-lm"], folder, kept)
         for old in sorted(KEPT.glob("*.[os]*"), key=lambda made: made.stat().st_mtime)[:-MOST]:
             old.unlink()
