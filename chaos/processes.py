@@ -58,6 +58,18 @@ def kill_http(world: World) -> str | None:
     return "killed"
 
 
+def kill_every_http(world: World) -> str | None:
+    """Kill all of several HTTP processes: the supervisor answers 503 until one is there again."""
+    pids = world.pids("http")
+    if world.service.workers == 1 or not pids:
+        return None
+    with world.breaking():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return f"{len(pids)} killed"
+
+
 def restart(world: World) -> str | None:
     """End the service by SIGTERM or SIGINT under load: it answers admitted calls and exits with 0. Then restart it."""
     number = signal.SIGTERM if world.rng.integers(2) else signal.SIGINT

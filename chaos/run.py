@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from chaos import cached, clients, keys, processes, resources
+from chaos import cached, clients, files, keys, processes, resources
 from chaos.load import Load
 from chaos.questions import ask_alone
 from chaos.service import MIB, Held, Service
@@ -24,12 +24,13 @@ FAULTS: dict[Fault, float] = {
     clients.leave: 16, clients.read_slowly: 2, clients.write_slowly: 2, clients.fall_silent: 0.5,
     cached.leave_cached: 8, cached.fill_caches: 1, cached.fill_quota: 1, cached.expire: 2,
     processes.kill_engine: 0.4, processes.stop_engine: 3,
-    processes.kill_http: 1, processes.stop_http: 3, processes.stop_supervisor: 1,
+    processes.kill_http: 1, processes.kill_every_http: 0.7, processes.stop_http: 3, processes.stop_supervisor: 1,
     processes.kill_codec: 0.7, processes.stop_codec: 2,
     processes.restart: 0.15, processes.kill_service: 0.15,
     resources.few_descriptors_http: 2, resources.few_descriptors_engine: 1,
     resources.little_memory_http: 2, resources.little_memory_engine: 1, resources.little_memory_codec: 2,
     resources.fill_staging: 2, resources.fill_shm: 0.7, resources.slow_down: 2, resources.move_clock: 4,
+    files.fill_disk: 1, files.remove_folder: 1, files.damage_keys: 1, files.remove_keys: 1,
 }  # fmt: skip
 HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # a round has at most one of these
 A_ROUND = (6, 25)  # range of the number of faults in a round; calls delayed by a fault may still wait at the next fault

@@ -9,7 +9,9 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from email.message import Message
@@ -61,7 +63,7 @@ class Held:
 
 
 class Service:
-    """Runs the service. A fault that ends it must start it again on its port. `contained`: /dev/shm has 1 MiB."""
+    """Runs the service. A fault that ends it starts it again on its port. `contained`: $TMPDIR, /dev/shm have 1 MiB."""
 
     def __init__(self, workers: int, *, contained: bool, program: tuple[str, ...] = (), environment=()) -> None:
         self.workers = workers
@@ -73,14 +75,20 @@ class Service:
         self.server: ServerProcess | None = None
         self.starts = 0
         self.keys = keys.write()
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos-tmp-")) / "tmp"  # the service's $TMPDIR
+        self._collector = socket.create_server(("127.0.0.1", 0))  # a collector of traces that never answers
         self._life = Life(0, None)
 
     def start(self) -> None:
         self.starts += 1
         variables = {k: v for k, v in os.environ.items() if not k.startswith("FLASHPOINT_")}
+        variables["TMPDIR"] = str(self.temporary)
+        if not self.contained:
+            self.temporary.mkdir(exist_ok=True)
         variables |= {**self._environment, **(self.clock.environment if self.clock else {})}
         flags = {"port": self.port, "device": "cpu", "workers": self.workers, **SETTINGS}
         flags["api_keys_file"] = self.keys
+        flags["otlp_endpoint"] = f"http://127.0.0.1:{self._collector.getsockname()[1]}/v1/traces"
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         self.server = ServerProcess([sys.executable, *self._program, *flags], variables)
         self.port = self.server.port
@@ -164,7 +172,9 @@ class Service:
 
     def discard(self) -> None:
         """Remove the temporary files of the service."""
-        shutil.rmtree(self.keys.parent)
+        self._collector.close()
+        for folder in (self.keys.parent, self.temporary.parent):
+            shutil.rmtree(folder)
         if self.clock:
             self.clock.discard()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chaos.contained import can_contain
-from chaos.processes import kill_engine, kill_http, kill_service, restart, stop_supervisor
+from chaos.processes import kill_engine, kill_every_http, kill_http, kill_service, restart, stop_supervisor
 from chaos.run import FAULTS, Chaos
 from chaos.service import Service
 from tests.support.servers import wait_for
@@ -57,7 +57,7 @@ def test_a_seeded_bug_is_seen(faulty):
 
 def test_no_fault_costs_a_caller_more_than_the_documentation_says():
     """Each kind of fault occurs once, except those of `apart`; of these, only kill_engine and restart occur."""
-    apart = (kill_engine, restart, kill_service, kill_http, stop_supervisor)
+    apart = (kill_engine, restart, kill_service, kill_http, kill_every_http, stop_supervisor)
     light = [fault for fault in FAULTS if fault not in apart]
     order = np.random.default_rng(SEED).permutation(len(light))
     half = len(light) // 2

@@ -6,6 +6,7 @@ Without this, the system accepts connections that nobody answers, and resets the
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from flashpoint_server.oip import routes as oip
 from flashpoint_server.refusal import Refusal
 
 MOST = 256  # connections at a time; more wait in the backlog
+PAUSE = 0.1  # seconds until the next try to accept one of them
 
 log = structlog.stdlib.get_logger("flashpoint.supervisor")
 
@@ -57,14 +59,17 @@ class StandIn:
         if needed == self._on:
             return
         self._on = needed
-        loop = asyncio.get_running_loop()
         if needed:
             self._listener.setblocking(False)
-            loop.add_reader(self._listener.fileno(), self._accept)
+            self._listen()
             if self._refusal[0] == "not_ready":
                 log.error("no HTTP process is alive", answer=503)
         else:
-            loop.remove_reader(self._listener.fileno())
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+
+    def _listen(self) -> None:
+        if self._on:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def drain(self) -> None:
         """Answer `draining` from now on."""
@@ -85,11 +90,16 @@ class StandIn:
         raise Refusal(code, detail, headers={"Connection": "close"})
 
     def _accept(self) -> None:
-        if len(self._state.connections) >= MOST:
-            return
         try:
+            if len(self._state.connections) >= MOST:
+                raise OSError(errno.EMFILE, "too many connections")
             connection, _ = self._listener.accept()
-        except OSError:  # another process has accepted it, or no descriptor is free
+        except BlockingIOError:  # another process has accepted it
+            return
+        except OSError:  # no room, or no descriptor is free: connections wait in the backlog
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(PAUSE, self._listen)
             return
         connection.setblocking(False)
         task = asyncio.ensure_future(self._serve(connection))

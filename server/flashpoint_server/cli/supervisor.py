@@ -14,13 +14,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
-import uvloop
 
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.cli.stand_in import StandIn
 from flashpoint_server.config.files import Files, Shared
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import as_environment
+from flashpoint_server.http.loop import Loop
 from flashpoint_server.ipc.counts import clear
 from flashpoint_server.ipc.memory import Memory
 from flashpoint_server.observability import shared
@@ -33,7 +33,7 @@ _WORKER_MARGIN = 15.0  # seconds beyond the shutdown timeout in which a worker m
 
 def run(settings: Settings, listener: socket.socket, files: Files) -> int:
     """Run until a signal arrives. Return the exit code: 1 if an engine cannot work."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop for which http/ is made
+    with asyncio.Runner(loop_factory=partial(Loop, settings.header_timeout)) as runner:
         return runner.run(_run(settings, listener, files))
 
 

@@ -82,19 +82,16 @@ class Child:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command, pass_fds=self._inherited, env=self._environment
                 )
-            except OSError as error:  # for now, there is not enough memory, or the limit of processes is reached
+            except Exception as error:  # for now, there is not enough memory, or the limit of processes is reached
                 log.error("cannot start", process=self.name, error=str(error))
                 pause = min(pause * 2, LONGEST_PAUSE)
                 await asyncio.sleep(pause)
                 continue
             self.starts += 1
             log.info("started", process=self.name, pid=self._process.pid, starts=self.starts)
-            self._started()
+            self._tell(self._started)
             code = await self._process.wait()
-            try:
-                self._ended(self._process.pid)
-            except Exception as error:  # it must not keep the process from its next start
-                log.exception("failed", process=self.name, error=type(error).__name__)
+            self._tell(self._ended, self._process.pid)
             if self._stopping:
                 return
             log.error("lost", process=self.name, pid=self._process.pid, exit_code=code)
@@ -102,6 +99,13 @@ class Child:
                 return
             pause = FIRST_PAUSE if time.monotonic() - began > STEADY else min(pause * 2, LONGEST_PAUSE)
             await asyncio.sleep(pause)
+
+    def _tell(self, call: Callable[..., None], *arguments: int) -> None:
+        """Make a call whose failure must not keep the process from its next start."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            log.exception("failed", process=self.name, error=type(error).__name__)
 
     @asynccontextmanager
     async def running(self, patience: float) -> AsyncIterator[Child]:

@@ -28,7 +28,10 @@ def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path
     monkeypatch.setattr(processes, "FIRST_PAUSE", 0.005)  # seconds between two starts
 
     async def run():
-        child = Child("dies twice", "dies_twice", [str(notes)], [])
+        def fail(*_):
+            raise KeyError("what is done at each start and end")
+
+        child = Child("dies twice", "dies_twice", [str(notes)], [], ended=fail, started=fail)
         async with child.running(PATIENCE):
             async with asyncio.timeout(PATIENCE):
                 while len(notes.read_text()) < 3 or child.starts < 3:  # noqa: ASYNC110  # another process's state
