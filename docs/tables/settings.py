@@ -130,6 +130,11 @@ def _bounds() -> dict[str, tuple[Bound, ...]]:
                 "400 `malformed_head`, 501 `transfer_encoding`, closed",
                 ("server/http/test_heads.py#test_a_request_has_one_valid_host",),
             ),
+            Bound(
+                "options of a call; values of one option, other than `caches` and `at`",
+                "64; 64",
+                "422 `invalid_request`",
+            ),
             Bound("`Idempotency-Key`", f"{KEY_LENGTH} characters", "422 `invalid_request`"),
             Bound(
                 "body",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
@@ -81,6 +82,9 @@ class Refusal(Exception):  # noqa: N818  # an answer to the caller, not a failur
             self.headers.setdefault("Retry-After", str(_RETRY_AFTER[code]))
         if code == "draining":  # a load balancer must open a new connection, which then leads to another server
             self.headers["Connection"] = "close"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Refusal, self.code, self.detail, errors=self.errors, headers=self.headers), ()
 
     def document(self, request_id: str) -> dict[str, Any]:
         """Return the problem document. Its `type` is the path of the page that explains `code`."""

@@ -18,7 +18,7 @@ from flashpoint_server.config.files import Files
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.codec import Codec
+from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.origin_policy import OriginPolicy
 from flashpoint_server.ipc.client import Engines
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
@@ -57,7 +57,7 @@ class Service:
         self.counts = Counts(shared)
         self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
-        self.codec = Codec()
+        self.codec = Codecs()
         self.files = files or Files(settings)
         self.keys = Keyring(settings, shared, self.files)
         self.cache_ids = CacheIds(settings, shared)
@@ -132,7 +132,8 @@ class Service:
         number = self._shared.process
         self.metrics.process(f"http-{number}", os.getpid())
         self.metrics.dropped(f"http-{number}", LINES.dropped())
-        self.metrics.process(f"json-{number}", self.codec.pid)
+        for name, pid in self.codec.pids().items():
+            self.metrics.process(f"{name}-{number}", pid)
         for name, pid in self.engine.processes():
             self.metrics.process(name, pid)
             self.metrics.dropped(name, 0)

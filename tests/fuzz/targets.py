@@ -36,6 +36,7 @@ from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import combined
+from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.formats.message import make_spec, read_model
 from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
 from flashpoint_server.formats.safetensors import SafetensorsMessage
@@ -57,6 +58,16 @@ SECONDS = 2.0  # limit of the CPU time for one input: a hundred times the time o
 BYTES, BYTES_EACH = 1 << 20, 256
 
 SETTINGS = Settings(body_limit=1 << 16, json_limit=1 << 16)
+
+
+class _Here(Codecs):
+    """Calls every function in this process."""
+
+    async def parse(self, body: RequestBody, function: Any, text: bytes, *arguments: Any, here: int = 0) -> Any:
+        return function(text, *arguments)
+
+
+CODECS = _Here()
 DEVICE_MEMORY = 1 << 20
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -184,7 +195,7 @@ def _message(data: bytes) -> None:
 
 async def _received(data: bytes, direction: Direction) -> None:
     body = body_of(data)
-    message = await SafetensorsMessage.begin(body, SETTINGS.head_limit)
+    message = await SafetensorsMessage.begin(body, SETTINGS.head_limit, CODECS)
     spec = message.spec(direction)
     given = message.inputs
     check_size(spec, DEVICE_MEMORY, SETTINGS.sequence_limit)
@@ -285,7 +296,7 @@ def documents(data: bytes) -> None:
     `AttentionOptions` and `Options` must accept the same options.
     """
     for model in (VerifyRequest, BenchmarkRequest, Registration):
-        model_value = served(read_model(body_of(data), model, SETTINGS.json_limit))
+        model_value = served(read_model(body_of(data), model, SETTINGS.json_limit, CODECS))
         if model_value is not None:
             assert model.model_validate_json(model_value.model_dump_json()) == model_value
     try:

@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from flashpoint_contract import wire
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.formats.safetensors import SafetensorsMessage
 from flashpoint_server.http.ending import Config
 from flashpoint_server.http.envelope import Envelope
@@ -142,7 +143,7 @@ class Bench:
         plan = request.headers["x-plan"]
         self._refuse(plan, "early")
         request.body.deadline = deadline_of(request.headers, request.service.settings)
-        message = await SafetensorsMessage.begin(request.body, wire.HEAD_LIMIT)
+        message = await SafetensorsMessage.begin(request.body, wire.HEAD_LIMIT, Codecs())
         self._refuse(plan, "staging")
         if plan == "memory":
             raise MemoryError

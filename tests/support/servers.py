@@ -73,6 +73,13 @@ class ServerProcess:
         return found
 
     @property
+    def json_pid(self):
+        """The process that reads and writes small texts in JSON."""
+        pids = self.children("formats.codec_process")
+        (pid,) = (pid for pid in pids if psutil.Process(pid).cmdline()[-1] == "json")
+        return pid
+
+    @property
     def engine_pid(self):
         (pid,) = self.children("engine.process")
         return pid

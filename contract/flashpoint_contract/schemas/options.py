@@ -42,7 +42,7 @@ def annotation(kind: Kind) -> Any:
         case OneOf(values):
             return Literal[values]
         case Names(values):
-            unique = Field(strict=False, min_length=1, json_schema_extra={"uniqueItems": True})
+            unique = Field(strict=False, min_length=1, max_length=len(values), json_schema_extra={"uniqueItems": True})
             return Annotated[tuple[Literal[values], ...], unique, AfterValidator(_named_once)]  # type: ignore[valid-type]
         case Pair():
             step = {"multiple_of": kind.step} if kind.step > 1 else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -52,7 +52,9 @@ def field_problems(error: ValidationError, known: Iterable[str] = OF_ATTENTION) 
     near = each_meant(unknown, known)
     hints = {name: f"unknown option or tensor{hint}" for name, hint in near} | elsewhere
     hints |= {name: "is a tensor, not an option: send it with the tensors" for name in unknown if name in TENSORS}
-    return [FieldProblem(_field(e), _say(e, hints)) for e in errors if not _follows(e, errors)]
+    inside = {e["loc"][:depth] for e in errors for depth in range(len(e["loc"]))}  # the places around each error
+    meant = {_field(e) for e in errors if not e["type"].endswith("_type")}
+    return [FieldProblem(_field(e), _say(e, hints)) for e in errors if not _follows(e, inside, meant)]
 
 
 # Matches a union member's type name in a pydantic error's path: constrained-int, list[constrained-int].
@@ -64,8 +66,11 @@ def _field(error: Any) -> str:
     return ".".join(part for part in error["loc"] if isinstance(part, str) and not _OF_UNION.fullmatch(part))
 
 
-def _follows(error: Any, errors: list[Any]) -> bool:
+def _follows(error: Any, inside: Container[tuple[int | str, ...]], meant: Container[str]) -> bool:
     """Return whether an error is only a consequence of another one.
+
+    `inside` has the places that contain the place of another error; `meant` the fields with an error other than a wrong
+    type.
 
     Such errors are: a default that depends on a wrong field; a list that is too short because an item was wrong; and,
     for a field of several types, the errors of the types that the value was not meant to have.
@@ -74,9 +79,8 @@ def _follows(error: Any, errors: list[Any]) -> bool:
         return True
     place = error["loc"]
     if error["type"].endswith("_type") and any(isinstance(part, str) and _OF_UNION.fullmatch(part) for part in place):
-        field = _field(error)
-        return any(_field(e) == field and not e["type"].endswith("_type") for e in errors)
-    return error["type"] == "too_short" and any(e is not error and e["loc"][: len(place)] == place for e in errors)
+        return _field(error) in meant
+    return error["type"] == "too_short" and place in inside
 
 
 def _say(error: Any, hints: Mapping[str, str]) -> str:

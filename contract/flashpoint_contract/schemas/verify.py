@@ -29,7 +29,7 @@ class VerifyRequest(AttentionOptions):
     dtype: Dtype = Field(default="float32", description="data type of q, k, v and do")
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="seed of the random tensors")
     direction: Direction = Field(default="both", description="judge o and lse, the gradients, or both")
-    extras: Annotated[tuple[Extra, ...], Field(strict=False)] = Field(
+    extras: Annotated[tuple[Extra, ...], Field(strict=False, max_length=len(EXTRAS))] = Field(
         default=(), description="optional inputs, drawn from the same seed"
     )
 

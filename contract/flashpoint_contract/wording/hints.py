@@ -10,7 +10,7 @@ from flashpoint_contract.tensors import TENSORS
 
 _ALIKE = 0.6  # minimum similarity of two names, by difflib
 _LONGEST = 32  # names of more characters get no suggestion: the comparison would be slow
-_MOST = 8  # names in one message that get suggestions: it may have thousands of names
+_MOST = 4  # names in one message that get suggestions: it may have thousands of names
 
 # Our names, each with its equivalents in other libraries, in lower case: torch, flash-attn, xformers, FlashInfer, vLLM,
 # transformers, ONNX.

@@ -1,4 +1,8 @@
-"""Parse and write JSON in a separate process: a large body takes seconds, which would block the event loop."""
+"""Run long work in processes that can be ended: a large body in JSON takes seconds, and a plot half a second.
+
+The event loop itself parses no text longer than ON_LOOP (`Codecs.parse`). Work on a list of bounded length, which needs
+the secrets of this process, is done in parts (`in_turns`).
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,95 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashpoint_server.formats.codec_process import NUMBER, pack, room, unpack
+from flashpoint_server.formats.codec_process import NUMBER, beside, pack, room, unpack
 from flashpoint_server.refusal import Refusal, out_of_time
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from flashpoint_server.http.body import RequestBody
 
+T = TypeVar("T")
+Item = TypeVar("Item")
+Text = bytes | memoryview
+
+# Maximum bytes of a text that the event loop parses, with all errors in it: this takes a few milliseconds at most.
+ON_LOOP = 1 << 12
+HEAD_ON_LOOP = 1 << 14  # the same for a head of safetensors, which has few errors, and ids of many caches
+AT_ONCE = 16  # maximum number of items of a list that the event loop processes at once
+SMALL = 1 << 18  # a call with at most this many bytes of arguments does not wait for larger ones: it takes milliseconds
+ABANDONED_SECONDS = 1.0  # how long a call continues that nobody waits for; a new process takes about as long to start
 HANG_SECONDS = 60.0  # timeout of a call, after which the process is replaced; the largest call takes a few seconds
+
+
+class Codecs:
+    """The processes of an HTTP process: one for small texts, one for large ones, and one for plots."""
+
+    def __init__(self) -> None:
+        self.small, self.large, self.plots = (Codec(name) for name in ("json", "large-json", "plots"))
+
+    async def run(self, body: RequestBody, function: Callable[..., T], *arguments: Any) -> T:
+        """Like `Codec.run`, in the process for the size of `arguments`, until the deadline of the request with `body`.
+
+        The call ends when the client disconnects. Also raises ClientGoneError.
+        """
+        codec = self.small if sum(map(_weight, arguments)) <= SMALL else self.large
+        return await body.while_connected(codec.run(body.deadline, function, *arguments))
+
+    async def parse(
+        self,
+        body: RequestBody,
+        function: Callable[..., T],
+        text: bytes | memoryview,
+        *arguments: Any,
+        here: int = ON_LOOP,
+    ) -> T:
+        """Return `function(text, *arguments)`, called here if `text` has at most `here` bytes, else in a process.
+
+        Its result must be bounded, because the event loop unpickles it. Raises like the function, and like `run`.
+        """
+        if len(text) <= here:
+            return function(bytes(text), *arguments)
+        return await self.run(body, function, text, *arguments)
+
+    def pids(self) -> dict[str, int]:
+        """Return the ids of the processes by name; 0 for one that does not run."""
+        return {codec.name: codec.pid for codec in (self.small, self.large, self.plots)}
+
+    def close(self) -> None:
+        """Stop the processes at once. The next calls start others."""
+        for codec in (self.small, self.large, self.plots):
+            codec.close()
+
+
+async def in_turns(items: Sequence[Item]) -> AsyncIterator[Sequence[Item]]:
+    """Yield `items` in parts of at most AT_ONCE. Between two parts, the event loop does other work."""
+    for start in range(0, len(items), AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        yield items[start : start + AT_ONCE]
+
+
+def _weight(argument: Any) -> int:
+    """Return the size of an argument that is a text, or a mapping of arrays, in bytes."""
+    if isinstance(argument, bytes | memoryview | str):
+        return len(argument)
+    return sum(getattr(one, "nbytes", 0) for one in argument.values()) if isinstance(argument, dict) else 0
 
 
 class Codec:
     """A process that runs one function call at a time. It is started for the first call, and again after it has died.
 
-    A caller waits for earlier calls and for its result until `deadline`, in `time.monotonic` seconds. A call that has
-    started continues after its deadline: a new process would take longer than most calls. Raises Refusal 503 and 504.
+    A caller waits for earlier calls and for its result until `deadline`, in `time.monotonic` seconds. A caller that is
+    cancelled before its call starts has no call. A call that has started continues for ABANDONED_SECONDS without a
+    caller: a new process would take longer than most calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "json") -> None:
+        self.name = name
         self._process: _Process | None = None
         self._turn = asyncio.Lock()
         self._call: asyncio.Task[tuple[bool, Any]] | None = None
@@ -44,7 +117,11 @@ class Codec:
                 await self._turn.acquire()
                 call = self._call = asyncio.create_task(self._ask((function, arguments)))
                 call.add_done_callback(self._pass_on)
-                await asyncio.wait([call])  # a timeout of this wait does not cancel the call
+                try:
+                    await asyncio.wait([call])  # a timeout of this wait does not cancel the call
+                except asyncio.CancelledError:
+                    asyncio.get_running_loop().call_later(ABANDONED_SECONDS, call.cancel)
+                    raise
             if call.cancelled():
                 raise Refusal("draining", "the server stopped before it answered this request; retry")
             returned, value = call.result()
@@ -65,7 +142,7 @@ class Codec:
         """Return (True, the function's value) or (False, its exception)."""
         try:
             if self._process is None:
-                self._process = _Process()
+                self._process = _Process(self.name)
             async with asyncio.timeout(HANG_SECONDS):
                 return await self._process.ask(message)
         except BaseException as error:  # end the process: the next call must not receive the rest of this answer
@@ -99,7 +176,7 @@ class Codec:
 class _Process:
     """The process, and our end of its socket. Raises OSError if it cannot be started."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._sock, theirs = socket.socketpair()
         self._sock.setblocking(False)
         with theirs:
@@ -112,6 +189,8 @@ class _Process:
                 str(fd),
                 "--parent",
                 str(parent),
+                "--name",
+                name,
             ]
             try:
                 self._process = subprocess.Popen([sys.executable, *command], pass_fds=[fd])
@@ -126,7 +205,8 @@ class _Process:
     async def ask(self, message: Any) -> tuple[bool, Any]:
         """Like `Codec._ask`. After an exception (EOFError, OSError, MemoryError), the process must be ended."""
         loop = asyncio.get_running_loop()
-        for piece in pack(message):
+        function, arguments = message
+        for piece in pack((function, [beside(one) for one in arguments])):
             await loop.sock_sendall(self._sock, piece)
         returned, value = unpack([await self._read(await self._number()) for _ in range(await self._number())])
         return returned, value
@@ -143,6 +223,7 @@ class _Process:
         return place
 
     def end(self) -> None:
+        """Kill the process. Its memory is freed meanwhile, which may take long."""
         self._sock.close()
         self._process.kill()
-        self._process.wait()
+        threading.Thread(target=self._process.wait, daemon=True).start()

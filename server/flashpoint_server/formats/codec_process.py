@@ -1,4 +1,4 @@
-"""The process for JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID`.
+"""The process for JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID --name NAME`.
 
 It makes the calls that codec.py sends on a stream socket, one after another, until the socket is closed. A message is a
 pickle with out-of-band buffers (PEP 574): the number of pieces, and then the size and the bytes of each piece. A call
@@ -33,6 +33,11 @@ def pack(message: Any) -> Iterator[bytes | memoryview]:
         yield piece
 
 
+def beside(value: Any) -> Any:
+    """Return a text so that `pack` does not copy it. The receiver gets a memoryview."""
+    return pickle.PickleBuffer(value) if isinstance(value, bytes | memoryview) else value
+
+
 def unpack(pieces: Sequence[memoryview]) -> Any:
     return pickle.loads(pieces[0], buffers=pieces[1:])
 
@@ -59,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    parser.add_argument("--name", help="name of its work, for lists of processes")
     flags = parser.parse_args()
     die_with_parent(flags.parent)
     take_stderr()
@@ -69,7 +75,8 @@ def main() -> int:
             except (EOFError, ConnectionError):
                 return 0
             try:
-                answer = True, function(*arguments)
+                texts = (bytes(one) if isinstance(one, memoryview) else one for one in arguments)
+                answer: tuple[bool, Any] = True, beside(function(*texts))
             except Exception as error:
                 answer = False, error
             for piece in pack(answer):

@@ -11,9 +11,9 @@ from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.codec import Codec
-from flashpoint_server.formats.message import Format, TensorMessage, refuse_invalid
-from flashpoint_server.http.body import Part, RequestBody
+from flashpoint_server.formats.codec import Codecs
+from flashpoint_server.formats.message import Format, TensorMessage, check_extent, refuse_invalid
+from flashpoint_server.http.body import Part, RequestBody, copy
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 
 
@@ -28,10 +28,9 @@ class JsonMessage(TensorMessage):
         self._options = options
 
     @classmethod
-    async def parse(cls, text: bytes, codec: Codec, deadline: float | None) -> JsonMessage:
-        """Parse a body, by `deadline` in `time.monotonic` seconds. Raises Refusal 400, 422, 503 and 504."""
-        with refuse_invalid():
-            return cls(*await codec.run(deadline, jsonwire.decode, text))
+    async def parse(cls, text: bytes | memoryview, codec: Codecs, body: RequestBody) -> JsonMessage:
+        """Parse the text of `body`. Raises Refusal 400, 422, 503 and 504, and ClientGoneError."""
+        return cls(*await codec.run(body, _decode, text))
 
     def options(self) -> Mapping[str, Any]:
         return self._options
@@ -39,7 +38,15 @@ class JsonMessage(TensorMessage):
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors into `places`, and release their memory one by one."""
         for name, place in places.items():
-            place[:] = bytes_of(self._arrays.pop(name))
+            await copy(place, bytes_of(self._arrays.pop(name)))
+
+
+def _decode(text: bytes) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
+    """Like `jsonwire.decode`, with options that are few and small. Raises Refusal 400 and 422."""
+    with refuse_invalid():
+        arrays, options = jsonwire.decode(text)
+    check_extent(options)
+    return arrays, options
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
@@ -52,13 +59,13 @@ class Json(Format):
 
     whole = True
 
-    async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
-        return await JsonMessage.parse(await body.text(), codec, body.deadline)
+    async def read(self, body: RequestBody, settings: Settings, codec: Codecs) -> TensorMessage:
+        return await JsonMessage.parse(await body.text(), codec, body)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
         return list(spec.outputs.values())
 
-    async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
+    async def write(self, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs) -> list[Part]:
         places = job.staging.outputs
         views = job.staging.views(places)
         arrays = {
@@ -66,7 +73,7 @@ class Json(Format):
             for name, place in places.items()
         }
         metadata = {"dtype": job.spec.dtype, **answer.metadata}
-        return [await codec.run(job.deadline, jsonwire.encode, arrays, metadata)]
+        return [await codec.run(body, jsonwire.encode, arrays, metadata)]
 
 
 JSON = Json(jsonwire.MEDIA_TYPE)

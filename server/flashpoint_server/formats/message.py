@@ -23,8 +23,10 @@ from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.validation import OF_ATTENTION, field_problems
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo, refusals
+from flashpoint_contract.wire import METADATA_LIMIT
+from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.codec import Codec
+from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.bodies import pack_options
 from flashpoint_server.ipc.job import AttentionJob, JobResult
@@ -32,12 +34,14 @@ from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE, Layout
-from flashpoint_server.refusal import Refusal, invalid, of_problem
+from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid, of_problem
 
 M = TypeVar("M", bound=BaseModel)
 
 SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls with caches or saved forwards
 _SHORT = 512  # maximum characters of options whose checked form is cached
+_FEW = 64  # maximum values of an option that is not about caches
+_LONGEST = 8192  # maximum characters of a string in an option
 _NUMBER = 25  # upper bound for the bytes of a float and its comma; those of -1.2345678806304932e-05 are 24
 
 
@@ -103,7 +107,7 @@ class Format(ABC):
         self.media_type = media_type
 
     @abstractmethod
-    async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
+    async def read(self, body: RequestBody, settings: Settings, codec: Codecs) -> TensorMessage:
         """Read the body until the options and shapes are known. Raises Refusal."""
 
     @abstractmethod
@@ -111,7 +115,7 @@ class Format(ABC):
         """Return the outputs that the answer contains as text, not as bytes."""
 
     @abstractmethod
-    async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
+    async def write(self, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs) -> list[Part]:
         """Return the parts of the answer's body, in order. Raises Refusal."""
 
 
@@ -162,14 +166,59 @@ def _read_options(text: str) -> Options:
     return Options(**AttentionOptions.model_validate(json.loads(text)).model_dump())
 
 
-async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
-    """Return a JSON body of at most `limit` bytes as `model`. Raises Refusal 400, 422, and like `RequestBody.next`."""
+def check_extent(options: Mapping[str, Any]) -> None:
+    """Check that unchecked options are few and small, so that all later work on them is short. Raises Refusal 422.
+
+    Whatever parses options of a caller calls this.
+    """
+    if len(options) > METADATA_LIMIT:
+        raise invalid([("", f"has {len(options)} options, over the limit of {METADATA_LIMIT}")])
+    errors = []
+    for name, value in options.items():
+        most = 2 * caches.MOST_CACHES if name in caches.CACHE_OPTIONS else _FEW
+        if len(name) > LONGEST_NAME:
+            errors.append((name, f"is no option: its name has {len(name)} characters"))
+        elif not _small(value, most):
+            errors.append((name, f"is too large: it may have {most} values, and {_LONGEST} characters in each"))
+    if errors:
+        raise invalid(errors)
+
+
+def _small(value: Any, most: int) -> bool:
+    """Return whether a JSON value has at most `most` values, at all depths together, and strings of bounded length."""
+    count, characters, left = 0, most * caches.ID_LENGTH, [value]
+    while left and count <= most:
+        inner = left.pop()
+        count += 1
+        if isinstance(inner, str):
+            characters -= len(inner)
+            if len(inner) > _LONGEST or characters < 0:
+                return False
+        if isinstance(inner, list | dict):
+            if len(inner) > most:
+                return False
+            left += [*inner, *inner.values()] if isinstance(inner, dict) else inner
+    return count <= most + 1
+
+
+async def read_model(body: RequestBody, model: type[M], limit: int, codec: Codecs) -> M:
+    """Return a JSON body of at most `limit` bytes as `model`.
+
+    Raises Refusal 400, 422, 503, like `RequestBody.next`, and ClientGoneError.
+    """
     body.limit = limit
     body.check_length(body.length)
-    text = await body.text()
+    return await codec.parse(body, parse_model, await body.text(), model)
+
+
+def parse_model(text: bytes, model: type[M]) -> M:
+    """Return a JSON text as `model`. Raises Refusal 400 and 422."""
     try:
-        strictjson.loads(text)
+        document = strictjson.loads(text)
     except ValueError as error:
         raise Refusal("malformed_body", f"the body is not JSON: {error if text else 'it is empty'}") from None
+    unknown = [name for name in document if name not in model.model_fields] if isinstance(document, dict) else []
+    if len(unknown) > MOST_ERRORS:  # pydantic would make an error for each
+        raise invalid((name, f"unknown option{hint}") for name, hint in each_meant(unknown, model.model_fields))
     with refuse_invalid(model.model_fields):
         return model.model_validate_json(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from flashpoint_contract import wire
@@ -12,8 +12,8 @@ from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.codec import Codec
-from flashpoint_server.formats.message import SPECIAL, Choose, Format, Kind, RequestPlan, TensorMessage
+from flashpoint_server.formats.codec import HEAD_ON_LOOP, Codecs
+from flashpoint_server.formats.message import SPECIAL, Choose, Format, Kind, RequestPlan, TensorMessage, check_extent
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -29,19 +29,21 @@ class _HeadReading:
 
     head: wire.Head
     inputs: list[tuple[str, TensorInfo]]
+    options: Mapping[str, Any]  # those in `__metadata__`, parsed as JSON
     specs: dict[Direction, Spec] = field(default_factory=dict)
     plans: dict[Direction, RequestPlan] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
 
-    @cached_property
-    def options(self) -> Mapping[str, Any]:
-        """The options in `__metadata__`, parsed as JSON."""
-        return wire.decode_options(self.head.metadata)
-
 
 def _read(text: bytes) -> _HeadReading:
-    head = wire.parse_head(text)
-    return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
+    """Parse a head. Raises Refusal 400 and 422."""
+    try:
+        head = wire.parse_head(text)
+    except wire.WireError as error:
+        raise Refusal("malformed_body", str(error)) from None
+    options = wire.decode_options(head.metadata)
+    check_extent(options)
+    return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors], options)
 
 
 # Two caches of parsed heads, because a model sends the same few heads again and again. Calls over KV caches have the
@@ -63,8 +65,11 @@ class SafetensorsMessage(TensorMessage):
         self.derived = reading.derived
 
     @classmethod
-    async def begin(cls, body: RequestBody, head_limit: int) -> SafetensorsMessage:
-        """Read the head. Raises like `RequestBody.next`, and Refusal 400, and 413 if the body will be too large."""
+    async def begin(cls, body: RequestBody, head_limit: int, codec: Codecs) -> SafetensorsMessage:
+        """Read the head.
+
+        Raises like `RequestBody.next`, and Refusal 400, 422, and 413 if the body will be too large.
+        """
         start = bytearray()
         size = 8
         try:
@@ -77,10 +82,13 @@ class SafetensorsMessage(TensorMessage):
                     size = wire.head_size(bytes(start[:8]))
                     if size > head_limit:
                         raise wire.WireError(f"a head of {size} bytes exceeds the limit of {head_limit}")
-            text = bytes(start[:size])
-            reading = (_read_shortest_again if size <= _SHORTEST else _read_again if size <= _SHORT else _read)(text)
         except wire.WireError as error:
             raise Refusal("malformed_body", str(error)) from None
+        text = bytes(start[:size])
+        if size <= _SHORT:
+            reading = (_read_shortest_again if size <= _SHORTEST else _read_again)(text)
+        else:
+            reading = await codec.parse(body, _read, text, here=HEAD_ON_LOOP)
         total = reading.head.size + reading.head.data_size
         body.check_length(total)
         if body.length not in (None, total):
@@ -116,13 +124,13 @@ class Safetensors(Format):
 
     whole = False
 
-    async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
-        return await SafetensorsMessage.begin(body, settings.head_limit)
+    async def read(self, body: RequestBody, settings: Settings, codec: Codecs) -> TensorMessage:
+        return await SafetensorsMessage.begin(body, settings.head_limit, codec)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
         return []
 
-    async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
+    async def write(self, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs) -> list[Part]:
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httptools
 import numpy as np
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from flashpoint_server.http.ending import EndingProtocol
 
 EXTENSION = "flashpoint.direct"
+
+T = TypeVar("T")
 
 Part = bytes | memoryview  # a part of an answer's body
 
@@ -96,6 +98,50 @@ class RequestBody:
                     return self._took(await self._chunk())
         raise self._too_late(end)
 
+    @contextlib.contextmanager
+    def watching(self, gone: Callable[[], None]) -> Iterator[None]:
+        """Call `gone` if the client disconnects inside the block. The whole body must have arrived."""
+        if self.direct is not None:
+            self.direct.watch(gone)
+            try:
+                yield
+            finally:
+                self.direct.unwatch()
+            return
+
+        async def listen() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone()
+
+        listening = asyncio.ensure_future(listen())
+        try:
+            yield
+        finally:
+            listening.cancel()
+
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. Once the body has arrived, cancel it if the client disconnects.
+
+        Raises ClientGoneError in this case.
+        """
+        if not (self.complete or self.absent):
+            return await work
+        task, left = asyncio.ensure_future(work), False
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            task.cancel()
+
+        with self.watching(leave):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if left:
+                    raise ClientGoneError from None
+                raise
+
     def _see_end(self, ended: bool) -> None:
         if ended:
             self.complete, self.ended = True, time.monotonic()
@@ -120,13 +166,13 @@ class RequestBody:
         rule = f"it may pause for {pause:g} s, and must average {rate} bytes a second"
         return Refusal("body_timeout", f"the body arrived too slowly: {rule}")
 
-    async def text(self) -> bytes:
+    async def text(self) -> bytes | memoryview:
         """Return the whole body. Nothing of it may have been read before. Raises like `next`."""
         if self.direct is not None and self.length is not None:
             self.check_length(self.length)
             place = np.empty(self.length, np.uint8)  # the system provides its pages as the bytes arrive
             await self.into([place.data], b"")
-            return place.tobytes()
+            return place.data
         text = bytearray()
         while chunk := await self.next():
             text += chunk
@@ -215,6 +261,14 @@ class RequestBody:
                     await self._draining.drain()
                 while self._draining is None and not self.complete:
                     await self._chunk()
+
+
+async def copy(place: memoryview, data: memoryview) -> None:
+    """Copy `data` into `place`, MOST_AT_ONCE bytes at once: meanwhile, the event loop does other work."""
+    for start in range(0, len(data), MOST_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        place[start : start + MOST_AT_ONCE] = data[start : start + MOST_AT_ONCE]
 
 
 def _too_long() -> Refusal:

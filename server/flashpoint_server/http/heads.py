@@ -18,7 +18,7 @@ _ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
 
 
 def too_large() -> Refusal:
-    detail = f"the request's head exceeds {HEAD_BYTES} bytes or {HEAD_FIELDS} fields: send less in the header"
+    detail = f"the request's head exceeds {HEAD_BYTES} bytes, or {HEAD_FIELDS} fields or parameters: send less in it"
     return Refusal("head_too_large", detail)
 
 
@@ -40,7 +40,7 @@ def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
             hosts.append(value)
         elif name == b"transfer-encoding":
             codings.append(value)
-    if size > HEAD_BYTES or len(fields) > HEAD_FIELDS:
+    if size > HEAD_BYTES or len(fields) > HEAD_FIELDS or url.count(b"&") > HEAD_FIELDS:
         return too_large()
     if len(hosts) > 1 or not (hosts or version == "1.0"):
         due = f"{'at most' if version == '1.0' else 'exactly'} one Host field"

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint_contract.schemas import jsonwire
-from flashpoint_server.formats.codec import Codec
+from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.formats.safetensors import OCTETS
-from flashpoint_server.http.body import Part
+from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.ipc.staging import ALIGNMENT
@@ -37,7 +37,7 @@ class _HttpOutput(NamedTuple):
 
 
 async def encode(
-    model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec
+    model: str, asked: InferHead, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs
 ) -> tuple[list[Part], dict[str, str]]:
     """Return the parts of the answer's body in order, and the header fields that describe the body.
 
@@ -51,7 +51,7 @@ async def encode(
     )
     about = (model, asked.id, tuple(answer.metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
-        head = await codec.run(job.deadline, _head_with, about, outputs, numbers)
+        head = await codec.run(body, _head_with, about, outputs, numbers)
     else:  # answers have few different heads, so these are cached, except those with an id, which is new each time
         head = _head_with(about, outputs, {}) if asked.id else _head(about, outputs)
     behind = [o for o in outputs if o.size is not None and not o.shared]

@@ -30,7 +30,7 @@ from flashpoint_contract.tensors import ANSWERS, TensorInfo
 from flashpoint_contract.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
 from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.message import make_spec
+from flashpoint_server.formats.message import check_extent, make_spec
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
 from flashpoint_server.refusal import invalid
@@ -159,6 +159,7 @@ def make_head(
 
 def _options(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a problem from the parameters that set them, with pairs and lists. Raises FieldError."""
+    check_extent(parameters)
     for name, value in parameters.items():
         if not isinstance(value, str | int | float):
             raise FieldError(name, "must be a string, a number, true or false")

@@ -38,7 +38,7 @@ class _HttpMessage(InferMessage):
         self._rest = rest
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        self.fill(places)
+        await self.fill(places)
         await body.into([places[given.name] for given in self.following], self._rest)
 
 
@@ -86,7 +86,7 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     request.body.deadline = earlier(request.body.deadline, head.deadline(request.service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
-    parts, fields = await encode(model.name, head, job, answer, codec)
+    parts, fields = await encode(model.name, head, job, answer, request.body, codec)
     # Compress only if the field names a single coding: clients that did not choose one send a list.
     if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:
         parts, fields["content-encoding"] = await compressed(parts, coding), coding
@@ -109,7 +109,7 @@ async def _read(request: RouteRequest) -> InferMessage:
     text, rest = (await body.text(), b"") if size is None else await _start(body, size)
     with refuse_invalid():
         short = len(text) <= _SHORT
-        head = _parse_again(text) if short else await service.codec.run(body.deadline, parse, text)
+        head = _parse_again(bytes(text)) if short else await service.codec.parse(body, parse, text)
     if size is not None and body.length is not None and body.length != size + head.data_size:
         due = size + head.data_size
         raise Refusal("malformed_body", f"the body has {body.length} bytes, but its head says {due}")

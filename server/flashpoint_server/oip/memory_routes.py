@@ -92,7 +92,7 @@ def router(service: Service) -> APIRouter:
         owner = admit(request)
         check_on()
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
-        registration = await read_model(body, Registration, REQUEST_LIMIT)
+        registration = await read_model(body, Registration, REQUEST_LIMIT, service.codec)
         if (end := registration.offset + registration.byte_size) <= service.regions.limit:
             await asyncio.to_thread(provide, registration.key, end)
         service.regions.register(owner, name, registration.key, registration.offset, registration.byte_size)

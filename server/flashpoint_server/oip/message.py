@@ -11,6 +11,7 @@ from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_server.formats.json import bytes_of
 from flashpoint_server.formats.message import TensorMessage
+from flashpoint_server.http.body import copy
 from flashpoint_server.ipc.regions import Region, Regions, check_apart
 from flashpoint_server.oip.head import InferHead, Input
 
@@ -57,10 +58,10 @@ class InferMessage(TensorMessage):
         """The inputs whose bytes follow the head, in order."""
         return (given for given in self.head.inputs if given.array is None and given.shared is None)
 
-    def fill(self, places: Mapping[str, memoryview]) -> None:
+    async def fill(self, places: Mapping[str, memoryview]) -> None:
         """Copy into `places` the tensors that were sent as numbers, and the index tensors from shared memory."""
         for given in self.head.inputs:
             if given.array is not None:
-                places[given.name][:] = bytes_of(given.array)
+                await copy(places[given.name], bytes_of(given.array))
             elif given.shared is not None and given.name in places:
                 places[given.name][:] = self._regions.read(self._owner, given.name, given.info, given.shared)

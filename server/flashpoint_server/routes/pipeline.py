@@ -27,7 +27,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange, LaunchInfo, Timings
 from flashpoint_server.formats.message import Format, Kind, RequestPlan, TensorMessage, refuse_invalid, text_bytes
 from flashpoint_server.formats.negotiation import formats
-from flashpoint_server.http.body import ClientGoneError, Part, RequestBody
+from flashpoint_server.http.body import MOST_AT_ONCE, ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import send_refusal
 from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, Recall, Save
@@ -203,7 +203,7 @@ async def attention(request: RouteRequest, direction: Direction, planners: Mappi
         job, answer = await compute(request, message, direction, wanted.numbers)
     else:
         job, answer = await planners[kind](request, message, wanted.numbers)
-    parts = await wanted.write(job, answer, request.service.codec)
+    parts = await wanted.write(job, answer, request.body, request.service.codec)
     await write(request, job, answer, parts, {"content-type": wanted.media_type})
 
 
@@ -281,28 +281,19 @@ async def submit(request: RouteRequest, job: Job[Any]) -> JobResult:
 
     Raises Refusal 504 at the deadline, and ClientGoneError if the client disconnects.
     """
-    direct = request.body.direct
     answer = request.service.engine.submit(job)
 
     def give_up(error: Exception) -> None:
         if not answer.done():
             answer.set_exception(error)
 
-    gone = timer = None
-    if direct is not None:
-        direct.watch(lambda: give_up(ClientGoneError()))
-    else:
-        gone = asyncio.ensure_future(request.receive())  # after the body, only http.disconnect arrives
-        gone.add_done_callback(lambda _: give_up(ClientGoneError()))
+    timer = None
     if (left := job.remaining()) is not None:
         timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
     try:
-        return await answer
+        with request.body.watching(lambda: give_up(ClientGoneError())):
+            return await answer
     finally:
-        if direct is not None:
-            direct.unwatch()
-        if gone is not None:
-            gone.cancel()
         if timer is not None:
             timer.cancel()
 
@@ -342,7 +333,11 @@ async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, s
     raw.append((b"content-length", b"%d" % size))
     if direct is None:  # another ASGI server may keep the memory longer, so it gets a copy
         await request.send({"type": "http.response.start", "status": 200, "headers": raw})
-        await request.send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
+        for part in parts:
+            for start in range(0, len(part), MOST_AT_ONCE):
+                piece = bytes(part[start : start + MOST_AT_ONCE])
+                await request.send({"type": "http.response.body", "body": piece, "more_body": True})
+        await request.send({"type": "http.response.body", "body": b"", "more_body": False})
         return
     if direct.gone:
         raise ClientGoneError

@@ -55,13 +55,16 @@ async def verify(request: RouteRequest) -> None:
     device = begin(request)
     limit(request, given)
     text = await body.text() if given is JSON else None
+    drawn: VerifyRequest | None = None
     message: TensorMessage | None = None
     inputs: list[tuple[str, TensorInfo]] = []
-    if text is not None and (drawn := _drawn(text)) is not None:
+    if text is not None and len(text) <= DRAWN_LIMIT:
+        drawn = await service.codec.parse(body, _drawn, text)
+    if drawn is not None:
         request_json, price = drawn.model_dump_json().encode(), _price(_spec_of(drawn), device, service.settings)
     else:
         if text is not None:
-            message = await JsonMessage.parse(text, service.codec, body.deadline)
+            message = await JsonMessage.parse(text, service.codec, body)
         else:
             message = await given.read(body, service.settings, service.codec)
         inputs = message.inputs
@@ -177,8 +180,6 @@ def _price(spec: Spec, device: DeviceInfo, settings: Settings) -> Price:
 
 def _drawn(text: bytes) -> VerifyRequest | None:
     """Return the request if it describes a problem to draw; None if it has tensors. Raises Refusal 422."""
-    if len(text) > DRAWN_LIMIT:
-        return None
     try:
         document = strictjson.loads(text)
     except ValueError:

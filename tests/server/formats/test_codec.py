@@ -13,7 +13,9 @@ import pytest
 import uvloop
 
 from flashpoint_contract.schemas import jsonwire
-from flashpoint_server.formats.codec import Codec
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.formats.codec import SMALL, Codec, Codecs
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.staging import Pool, PoolFullError
 from flashpoint_server.refusal import Refusal
 from tests.support.held import hold
@@ -56,18 +58,18 @@ class Held:
     """A call that blocks the JSON process until `release` is called."""
 
     def __init__(self, folder):
-        self._folder = folder
+        self.folder = folder
 
     def call(self, codec, deadline=None):
         for name in ("begun", "released"):
-            (self._folder / name).unlink(missing_ok=True)
-        return codec.run(deadline, hold, str(self._folder))
+            (self.folder / name).unlink(missing_ok=True)
+        return codec.run(deadline, hold, str(self.folder))
 
     async def begun(self):
-        await until((self._folder / "begun").exists)
+        await until((self.folder / "begun").exists)
 
     def release(self):
-        (self._folder / "released").touch()
+        (self.folder / "released").touch()
 
 
 @pytest.fixture
@@ -129,8 +131,10 @@ def test_a_call_whose_deadline_has_passed_starts_no_process():
     run(calls)
 
 
-def test_who_gives_a_call_up_costs_the_next_no_process(blocked):
+def test_who_gives_a_call_up_costs_the_next_no_process(blocked, monkeypatch):
     """After a caller cancels a call or its deadline passes, the same JSON process answers the next call."""
+
+    monkeypatch.setattr("flashpoint_server.formats.codec.ABANDONED_SECONDS", PATIENCE)
 
     async def calls(codec):
         process = await codec.run(None, os.getpid)
@@ -147,6 +151,54 @@ def test_who_gives_a_call_up_costs_the_next_no_process(blocked):
         assert await following == process
 
     run(calls)
+
+
+def test_a_call_that_nobody_waits_for_is_ended_and_one_that_has_not_begun_never_runs(blocked, tmp_path, monkeypatch):
+    monkeypatch.setattr("flashpoint_server.formats.codec.ABANDONED_SECONDS", BRIEFLY)
+
+    async def calls(codec):
+        process = await codec.run(None, os.getpid)
+        endless = asyncio.ensure_future(blocked.call(codec))
+        await blocked.begun()
+        waiting = [asyncio.ensure_future(codec.run(None, os.mkdir, str(tmp_path / f"made-{n}"))) for n in range(50)]
+        await asyncio.sleep(0)
+        for call in (*waiting, endless):
+            call.cancel()
+        assert await codec.run(None, os.getpid) != process
+        assert not [*tmp_path.glob("made-*")]
+
+    run(calls)
+
+
+def test_a_small_text_waits_for_no_large_one_and_neither_for_a_plot(tmp_path):
+    """Each kind of work has a process of its own."""
+    gates = [Held(tmp_path / name) for name in ("large", "plot")]
+
+    async def calls():
+        codecs, body = Codecs(), RequestBody({}, None, {"content-length": "1"}, Settings())
+        try:
+            for gate, codec in zip(gates, (codecs.large, codecs.plots), strict=True):
+                gate.folder.mkdir()
+                held = asyncio.ensure_future(gate.call(codec))
+                await gate.begun()
+                assert not held.done()
+            arrays, _ = await codecs.run(body, jsonwire.decode, TEXT)
+            assert arrays["q"].tolist() == [[1, 1], [1, 1]]
+            large = asyncio.ensure_future(codecs.run(body, len, bytes(SMALL + 1)))
+            written = {"o": np.zeros(SMALL, np.float32)}
+            larger = asyncio.ensure_future(codecs.run(body, jsonwire.encode, written, {}))
+            assert await codecs.run(body, len, bytes(SMALL)) == SMALL
+            assert not large.done()
+            assert not larger.done()
+            gates[0].release()
+            assert await large == SMALL + 1
+            assert len(await larger) > SMALL
+            assert len({*codecs.pids().values()}) == 3
+        finally:
+            codecs.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(calls())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +227,7 @@ def test_closing_refuses_the_call_that_is_made(blocked):
         codec.close()
         with refused("draining"):
             await call
-        assert set(psutil.Process().children()) <= before
+        await until(lambda: set(psutil.Process().children()) <= before)
 
     run(calls)
 
@@ -189,7 +241,7 @@ def test_a_call_whose_process_is_killed_is_refused_and_the_next_is_not(blocked):
         with refused("engine_lost"):
             await call
         await works(codec)
-        assert not psutil.pid_exists(process)
+        await until(lambda: not psutil.pid_exists(process))
 
     run(calls)
 

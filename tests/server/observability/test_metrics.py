@@ -75,7 +75,7 @@ def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_que
 
 def test_json_that_waits_to_be_read_is_queued_work(server):
     assert post(server, "/attention", AS_JSON, JSON).status == 200
-    (codec,) = server.children("formats.codec_process")
+    codec = server.json_pid
     os.kill(codec, signal.SIGSTOP)
     try:
         with asking(server, AS_JSON, f"queued-{os.urandom(4).hex()}"):
@@ -110,7 +110,7 @@ def client_gone(server):
 def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
     """If a client leaves while its answer is encoded as JSON, its log line and the metric have status 499."""
     assert post(server, "/attention", SMALL, accept=JSON).status == 200
-    (codec,) = server.children("formats.codec_process")
+    codec = server.json_pid
     nothing_inside(server)
     before, name = client_gone(server), f"vanishes-{os.urandom(4).hex()}"
     computed = 'flashpoint_compute_flops_total{backend="cpu"}'

@@ -20,7 +20,7 @@ def test_build_info_says_what_info_says(server):
 
 def test_each_process_has_its_time_memory_and_descriptors(server):
     assert post(server, "/attention", AS_JSON, JSON).status == 200  # starts the JSON process
-    (codec,) = server.children("formats.codec_process")
+    codec = server.json_pid
     metrics = read_metrics(server)
     for name, pid in {"http-0": server.pid, "engine-cpu": server.engine_pid, "json-0": codec}.items():
         assert metrics[f'flashpoint_process_id{{process="{name}"}}'] == pid

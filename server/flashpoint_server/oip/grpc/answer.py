@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint_server.formats.codec import Codec
-from flashpoint_server.http.body import Part
+from flashpoint_server.formats.codec import Codecs
+from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
@@ -38,7 +38,9 @@ class _About(NamedTuple):
     metadata: tuple[tuple[str, Any], ...]
 
 
-async def encode(model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
+async def encode(
+    model: str, asked: InferHead, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs
+) -> list[Part]:
     """Return the parts of the ModelInferResponse in order. `asked` is the request's head."""
     wanted = asked.wanted(job.spec)
     places = job.staging.outputs
@@ -47,7 +49,7 @@ async def encode(model: str, asked: InferHead, job: AttentionJob, answer: JobRes
     about = _About(model, asked.id, tuple(answer.metadata.items()))
     here = [o for o in wanted if not o.shared]
     if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
-        return [await codec.run(job.deadline, _head_with, about, outputs, numbers)]
+        return [await codec.run(body, _head_with, about, outputs, numbers)]
     parts: list[Part] = [_head_with(about, outputs, {}) if asked.id else _head(about, outputs)]
     # Each output has a field raw_output_contents, which is empty for a tensor in shared memory. If all outputs are in
     # shared memory, there are no such fields.

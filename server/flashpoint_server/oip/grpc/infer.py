@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 from flashpoint_contract.options import Direction
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import Choose, RequestPlan, refuse_invalid
-from flashpoint_server.http.body import ClientGoneError, RequestBody
+from flashpoint_server.http.body import ClientGoneError, RequestBody, copy
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.datatypes import DATATYPE_OF
@@ -123,9 +123,9 @@ class _GrpcMessage(InferMessage):
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors into `places`, and release the message."""
-        self.fill(places)
+        await self.fill(places)
         for given, tensor in zip(self.following, self._tensors, strict=True):
-            places[given.name][:] = tensor
+            await copy(places[given.name], tensor)
             tensor.release()
         self._tensors.clear()
         self._hold.drop(self._size)
@@ -153,7 +153,7 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
-    parts = await encode(model.name, head, job, answer, service.codec)
+    parts = await encode(model.name, head, job, answer, body, service.codec)
     await write(request, job, answer, parts, {})
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
@@ -168,6 +168,6 @@ async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest
             raise Refusal("body_too_large", f"{len(text)} bytes without raw_input_contents exceed the limit of {limit}")
         sizes = tuple(map(len, tensors))
         short = len(text) <= _SHORT
-        parsed = _parse_again(text, sizes) if short else await service.codec.run(body.deadline, parse, text, sizes)
+        parsed = _parse_again(text, sizes) if short else await service.codec.parse(body, parse, text, sizes)
     hold = body.incoming.hold
     return parsed, _GrpcMessage(parsed.head, service.regions, hold.owner, tensors, len(message), hold)

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from msgspec import Raw
 
 from flashpoint_contract import saved
-from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
+from flashpoint_contract.caches import CACHE_OPTIONS, ID_LENGTH, CacheOptions, LayerShape, plan_cached
 from flashpoint_contract.options import NAME, Options
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
@@ -20,6 +20,7 @@ from flashpoint_kernels.dispatching.support import Backends, choose_backend
 from flashpoint_kernels.problems.cost import Extent, flops_of, seconds_of
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
+from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
 from flashpoint_server.ipc.bodies import CacheRef, pack_options
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -41,7 +42,7 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
     service, device = request.service, request.device
     set_replica_header(request)
     cache_options, options = call = _call(message)
-    ids = found_caches(request, cache_options.caches)
+    ids = await found_caches(request, cache_options.caches)
     layer = _layer(cache_options, ids)
     writes = any(name == "k" for name, _ in message.inputs)
     if writes and len(cache_options.caches) > 1 and len(set(cache_options.caches)) < len(cache_options.caches):
@@ -217,14 +218,16 @@ def set_replica_header(request: RouteRequest) -> None:
     request.exchange.replica = sent if NAME.fullmatch(sent) else request.service.cache_ids.replica
 
 
-def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
+async def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
     """Return the decoded ids of caches, which must all be on one engine of this replica.
 
     Errors name a cache by its entry in `fields`; without `fields`, as `caches.0`, `caches.1` and so on. Raises Refusal
     404, 410, 421, 422 and 503.
     """
     service, owner = request.service, request.caller.name
-    ids = [service.cache_ids.read(owner, text) for text in texts]
+    ids: list[CacheId | None] = []
+    async for some in in_turns(texts):
+        ids += [service.cache_ids.read(owner, text) if len(text) <= ID_LENGTH else None for text in some]
     own_replica = service.cache_ids.replica
     only = ids[0] if len(ids) == 1 else None
     if only is not None and only.replica == own_replica and service.engine.holder(only.incarnation):

@@ -43,7 +43,7 @@ DETAILS = {
     "queue_full": "the queue is full: it has 256 requests, its limit",
     "key_limit": "the API key may have 4 requests at the same time",
     "cache_memory": "4294901760 of 4294967296 bytes are in use, and this call needs 131072 more",
-    "head_too_large": "the request's head exceeds 65536 bytes or 128 fields: send less in the header",
+    "head_too_large": "the request's head exceeds 65536 bytes, or 128 fields or parameters: send less in it",
     "internal_error": "the server failed: a bug, logged with this request's id",
     "transfer_encoding": "Transfer-Encoding 'gzip' is not supported, only 'chunked': send the body unencoded, with "
     "Content-Length or chunked",

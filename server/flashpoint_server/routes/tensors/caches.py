@@ -17,6 +17,7 @@ from flashpoint_contract.options import LAYOUTS
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
+from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import binary_format, check_json, request_format
 from flashpoint_server.ipc import bodies
@@ -96,24 +97,24 @@ async def create(request: RouteRequest) -> None:
     shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), cache_request.dtype)
     keep, beside, number = _each("keep", cache_request.keep, n), cache_request.beside, None
     if beside is not None:
-        (neighbour,) = found_caches(request, [beside], ["beside"])
+        (neighbour,) = await found_caches(request, [beside], ["beside"])
         incarnation, number = neighbour.incarnation, neighbour.serial
     else:
         incarnation = _engine_for(request)
     made = bodies.CreateCaches(shape, cache_request.count, cache_request.max_length, keep, cache_request.ttl_s, number)
     records = await _ask(request, incarnation, made)
-    await send_json(request, 201, {"caches": _described(request, incarnation, records)})
+    await send_list(request, 201, "caches", await _described(request, incarnation, records))
 
 
 async def listed(request: RouteRequest) -> None:
     every = []
     for incarnation in request.service.engine.incarnations():
-        every += _described(request, incarnation, await _ask(request, incarnation, bodies.ListCaches()))
-    await send_json(request, 200, {"caches": every})
+        every += await _described(request, incarnation, await _ask(request, incarnation, bodies.ListCaches()))
+    await send_list(request, 200, "caches", every)
 
 
 async def look(request: RouteRequest) -> None:
-    await send_json(request, 200, await _ask_about(request, _named(request), bodies.LookAtCaches()))
+    await send_json(request, 200, await _ask_about(request, await _named(request), bodies.LookAtCaches()))
 
 
 async def fork(request: RouteRequest) -> None:
@@ -121,13 +122,13 @@ async def fork(request: RouteRequest) -> None:
     if fork_request.lengths is not None and len(fork_request.lengths) != len(fork_request.caches):
         raise invalid([("lengths", f"has {len(fork_request.lengths)} numbers for {len(fork_request.caches)} caches")])
     fields = [f"{name}.{n}" for name in ("caches", "free") for n in range(len(getattr(fork_request, name)))]
-    ids = found_caches(request, [*fork_request.caches, *fork_request.free], fields)
+    ids = await found_caches(request, [*fork_request.caches, *fork_request.free], fields)
     _check_made("caches", sum(one.shape.layers for one in ids[: len(fork_request.caches)]))
     unique = {one.serial: one for one in ids}
     places = {serial: place for place, serial in enumerate(unique)}
     copies = bodies.ForkCaches([places[one.serial] for one in ids], len(fork_request.caches), fork_request.lengths)
     records = await _ask(request, ids[0].incarnation, copies, list(unique.values()))
-    await send_json(request, 201, {"caches": _described(request, ids[0].incarnation, records)})
+    await send_list(request, 201, "caches", await _described(request, ids[0].incarnation, records))
 
 
 def _check_made(field: str, layers: int) -> None:
@@ -137,32 +138,32 @@ def _check_made(field: str, layers: int) -> None:
 
 
 async def delete(request: RouteRequest) -> None:
-    one = _named(request)
+    one = await _named(request)
     await _ask(request, one.incarnation, bodies.DeleteCaches(), [one])
     await send_json(request, 204)
 
 
 async def delete_many(request: RouteRequest) -> None:
     delete_request = await _read(request, DeleteRequest)
-    ids = found_caches(request, delete_request.caches)
+    ids = await found_caches(request, delete_request.caches)
     await _ask(request, ids[0].incarnation, bodies.DeleteCaches(), ids)
     await send_json(request, 204)
 
 
 async def truncate(request: RouteRequest) -> None:
-    one = _named(request)
+    one = await _named(request)
     truncate_request = await _read(request, TruncateRequest)
     await send_json(request, 200, await _ask_about(request, one, bodies.TruncateCache(truncate_request.length)))
 
 
 async def renew(request: RouteRequest) -> None:
-    document = await _ask_about(request, _named(request), bodies.RenewCaches())
+    document = await _ask_about(request, await _named(request), bodies.RenewCaches())
     await send_json(request, 200, document | {"expires_in_s": document["ttl_s"]})
 
 
 async def append(request: RouteRequest) -> None:
     """Append tokens to a layer, and answer with the layer's new length."""
-    one = _named(request)
+    one = await _named(request)
     given = request_format(request.headers)
     message = await read(request, given)
     infos, options = dict(message.inputs), dict(message.options())
@@ -212,7 +213,7 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
 
 async def tensors(request: RouteRequest) -> None:
     """Answer with k and v of a layer, in safetensors; for an 8-bit cache, dequantized to float32, and the scales."""
-    one = _named(request)
+    one = await _named(request)
     layer = _layer(request, one)
     answers = binary_format(request.headers)
     (record,) = await _ask(request, one.incarnation, bodies.LookAtCaches(), [one])
@@ -247,12 +248,12 @@ def _layer(request: RouteRequest, one: CacheId) -> int:
 
 async def _read(request: RouteRequest, model: type[M]) -> M:
     check_json(request.headers)
-    return await read_model(request.body, model, REQUEST_LIMIT)
+    return await read_model(request.body, model, REQUEST_LIMIT, request.service.codec)
 
 
-def _named(request: RouteRequest) -> CacheId:
+async def _named(request: RouteRequest) -> CacheId:
     """Return the decoded id in the path. Raises Refusal 404, 410, 421 and 503."""
-    return found_caches(request, [request.exchange.path.split("/")[2]])[0]
+    return (await found_caches(request, [request.exchange.path.split("/")[2]]))[0]
 
 
 def _engine_for(request: RouteRequest) -> int:
@@ -292,7 +293,7 @@ async def _ask(
 
 async def _ask_about(request: RouteRequest, one: CacheId, operation: CacheOperation) -> dict[str, Any]:
     """Send an operation on one cache to its engine. Return the cache's description. Raises like `_ask`."""
-    return _described(request, one.incarnation, await _ask(request, one.incarnation, operation, [one]))[0]
+    return (await _described(request, one.incarnation, await _ask(request, one.incarnation, operation, [one])))[0]
 
 
 def stage_nothing(request: RouteRequest) -> Staging:
@@ -302,25 +303,28 @@ def stage_nothing(request: RouteRequest) -> Staging:
     return stage(request, Layout.of([], {}))
 
 
-def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:
+async def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:
     owner, ids = request.caller.name, request.service.cache_ids
-    return [
-        {
-            "id": ids.make(owner, incarnation, one.serial, one.shape),
-            "layers": one.shape.layers,
-            "kv_heads": _one(one.shape.kv_heads),
-            "head_dim": _one(one.shape.head_dim),
-            "value_dim": _one(one.shape.value_dim),
-            "dtype": one.shape.dtype,
-            "max_length": one.max_length,
-            "keep": _one(one.keep),
-            "ttl_s": one.ttl,
-            "lengths": one.lengths,
-            "bytes": one.nbytes,
-            "expires_in_s": round(one.expires_in, 3),
-        }
-        for one in records
-    ]
+    described: list[dict[str, Any]] = []
+    async for some in in_turns(records):
+        described += [
+            {
+                "id": ids.make(owner, incarnation, one.serial, one.shape),
+                "layers": one.shape.layers,
+                "kv_heads": _one(one.shape.kv_heads),
+                "head_dim": _one(one.shape.head_dim),
+                "value_dim": _one(one.shape.value_dim),
+                "dtype": one.shape.dtype,
+                "max_length": one.max_length,
+                "keep": _one(one.keep),
+                "ttl_s": one.ttl,
+                "lengths": one.lengths,
+                "bytes": one.nbytes,
+                "expires_in_s": round(one.expires_in, 3),
+            }
+            for one in some
+        ]
+    return described
 
 
 def _each(name: str, value: T | list[T], layers: int) -> list[T]:
@@ -339,9 +343,27 @@ def _one(values: Sequence[T]) -> T | list[T]:
 
 async def send_json(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
     """Send an answer with a JSON document, or without a body if `document` is None."""
-    body = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
-    headers = [(b"content-length", b"%d" % len(body))] if status != 204 else []
-    if document is not None:
+    await _send(request, status, None if document is None else json_text(document).encode())
+
+
+async def send_list(
+    request: RouteRequest, status: int, name: str, rows: Sequence[Mapping[str, Any]], **fields: Any
+) -> None:
+    """Send an answer with a JSON object: a list `name`, which may be long, and other `fields`."""
+    texts: list[str] = []
+    async for some in in_turns(rows):
+        texts += map(json_text, some)
+    others = "".join(f",{json_text(field)}:{json_text(value)}" for field, value in fields.items())
+    await _send(request, status, f'{{"{name}":[{",".join(texts)}]{others}}}'.encode())
+
+
+json_text = json.JSONEncoder(separators=(",", ":")).encode
+
+
+async def _send(request: RouteRequest, status: int, body: bytes | None) -> None:
+    """Send an answer with a body in JSON, or without one."""
+    headers = [(b"content-length", b"%d" % len(body or b""))] if status != 204 else []
+    if body is not None:
         headers.append((b"content-type", jsonwire.MEDIA_TYPE.encode()))
     await request.send({"type": "http.response.start", "status": status, "headers": headers})
-    await request.send({"type": "http.response.body", "body": body, "more_body": False})
+    await request.send({"type": "http.response.body", "body": body or b"", "more_body": False})

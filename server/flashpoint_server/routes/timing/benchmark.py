@@ -11,11 +11,13 @@ from fastapi.responses import StreamingResponse
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, PlotKind, PlotTheme
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
+from flashpoint_server.access.keys import Caller
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, check_json
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.routes.pipeline import deadline_of
 from flashpoint_server.routes.schema import openapi_examples
 from flashpoint_server.routes.schema.problem_schema import JSON_ALONE, problems, reference
 from flashpoint_server.routes.timing import pictures
@@ -51,13 +53,13 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     )
     known = problems(*_READ[:-1])
 
-    async def find(request: Request, id: str) -> KnownBenchmark:
-        """Return a benchmark of the caller; with `admin`, of any caller. Raises Refusal 401, 403 and 404."""
+    async def find(request: Request, id: str) -> tuple[Caller, KnownBenchmark]:
+        """Return the caller and their benchmark; with `admin`, anyone's. Raises Refusal 401, 403 and 404."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")
         benchmark = await benchmarks.get(id)
         if caller.name != benchmark.owner and "admin" not in caller.rights:
             raise no_such_benchmark()
-        return benchmark
+        return caller, benchmark
 
     @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_BODY)
     async def start(request: Request, response: Response) -> BenchmarkJob:
@@ -65,14 +67,14 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
         caller = service.admit(Exchange.of(request.scope), "benchmark")  # first, so that a refused body is not read
         check_json(request.headers)
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
-        benchmark_request = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
+        benchmark_request = await read_model(body, BenchmarkRequest, REQUEST_LIMIT, service.codec)
         opened = await benchmarks.open(benchmark_request, caller.name, service.check_ready())
         response.headers["Location"] = f"/benchmark/{opened.job.id}"
         return opened.job
 
     @routes.get("/{id}", summary="Describe a benchmark: state, progress and rows", responses=known)
     async def job(request: Request, id: str) -> BenchmarkJob:
-        return (await find(request, id)).job
+        return (await find(request, id))[1].job
 
     wrong = problems(*_READ, invalid_request="last-event-id: must be an integer")
     event_answers = _answers("The events, as server-sent events.", EVENT_STREAM) | wrong
@@ -86,7 +88,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
         last_event_id: Annotated[int, Header(ge=0, description="Continue after this event.")] = 0,
     ) -> StreamingResponse:
         """Stream every event from the first, or from the one after `Last-Event-ID`, until the benchmark ends."""
-        benchmark = await find(request, id)
+        _, benchmark = await find(request, id)
 
         async def stream() -> AsyncIterator[bytes]:
             async for event in benchmark.follow(last_event_id, HEARTBEAT_SECONDS):
@@ -102,28 +104,41 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     @routes.delete("/{id}", summary="Cancel a benchmark", responses=known)
     async def cancel(request: Request, id: str) -> BenchmarkJob:
         """Stop the benchmark after its current slice. A benchmark that has ended does not change."""
-        benchmark = await find(request, id)
+        _, benchmark = await find(request, id)
         if not benchmark.over:
             benchmarks.stop(benchmark)
             await benchmark.ended(CANCEL_SECONDS)
         return benchmark.job
 
     undrawn = "kind: must be 'time', 'tflops', 'speedup', 'memory' or 'roofline'"
-    drawn = _answers("The picture.", *pictures.MEDIA_TYPES.values()) | problems(*_READ, invalid_request=undrawn)
+    waits = (
+        "queue_full",
+        "key_limit",
+        "out_of_memory",
+        "engine_lost",
+        "deadline_exceeded",
+    )  # errors of a plot that waits
+    drawn = _answers("The picture.", *pictures.MEDIA_TYPES.values()) | problems(*_READ, *waits, invalid_request=undrawn)
 
     @routes.get("/{id}/plot.{format}", summary="Draw a benchmark's rows", responses=drawn, response_class=Response)
     async def plot(
         request: Request, id: str, format: PictureFormat, kind: PlotKind = "time", theme: PlotTheme = "light"
     ) -> Response:
-        benchmark = await find(request, id)
+        caller, benchmark = await find(request, id)
         if format not in pictures.MEDIA_TYPES:
             drawable = " or ".join(f"plot.{one}" for one in pictures.MEDIA_TYPES)
             raise Refusal("not_found", f"plot.{format} does not exist; use {drawable}")
-        rows = benchmark.job.model_dump_json()
+        body = RequestBody(request.scope, request.receive, request.headers, service.settings)
+        body.deadline = deadline_of(request.headers, service.settings)
+        permit = service.admission.permit(0, caller.quota)
         try:
-            picture = await service.codec.run(None, pictures.draw, rows, kind, format, theme)
+            rows = benchmark.job.model_dump_json()
+            drawing = service.codec.plots.run(body.deadline, pictures.draw, rows, kind, format, theme)
+            picture = await body.while_connected(drawing)
         except ValueError as error:
             raise invalid([("kind", str(error))]) from None
+        finally:
+            permit.leave()
         return Response(picture, media_type=pictures.MEDIA_TYPES[format])
 
     return routes
