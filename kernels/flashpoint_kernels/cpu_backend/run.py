@@ -9,15 +9,21 @@ from functools import partial
 from flashpoint_kernels.cpu_backend.backward import differentiate
 from flashpoint_kernels.cpu_backend.backward import prepared as prepared_gradient
 from flashpoint_kernels.cpu_backend.forward import prepared, repeats
+from flashpoint_kernels.cpu_backend.ranges import with_moved
 from flashpoint_kernels.problems.problem import Problem, forward_of
 
 KEPT_BYTES = 1 << 19  # maximum bytes of o and lse that `Problem.calls` of a gradient keeps in memory
 
 
 def forward(problems: Sequence[Problem]) -> None:
+    """Compute o, and lse where it is requested."""
     for problem in problems:
-        for call in problem.calls or _calls(problem):
-            call()
+        with_moved(_forward, problem)
+
+
+def _forward(problem: Problem) -> None:
+    for call in problem.calls or _calls(problem):
+        call()
 
 
 def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
@@ -36,8 +42,12 @@ def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
 def backward(problems: Sequence[Problem]) -> None:
     """Compute gradients, and the forward's `o` and `lse` if they are missing."""
     for problem in problems:
-        for call in problem.calls or _gradient_calls(problem):
-            call()
+        with_moved(_backward, problem)
+
+
+def _backward(problem: Problem) -> None:
+    for call in problem.calls or _gradient_calls(problem):
+        call()
 
 
 def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:

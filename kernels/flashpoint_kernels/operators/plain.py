@@ -23,6 +23,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import native
 from flashpoint_kernels.cpu_backend.backward import differentiate_dense
 from flashpoint_kernels.cpu_backend.forward import attend_dense
+from flashpoint_kernels.cpu_backend.ranges import is_tiny
 from flashpoint_kernels.dispatching.dispatch import backend_for
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.operators import ops
@@ -133,7 +134,7 @@ def _route(options: Options, *found: Any) -> Route | None:
     except ProblemError:
         return None
     shortest = min(spec.batch, spec.q_len, spec.kv_len)
-    if backend != "cpu" or spec.ragged or not spec.has_columns or shortest < 1:
+    if backend != "cpu" or spec.ragged or not spec.has_columns or shortest < 1 or is_tiny(spec.scale):
         return None
     return Route(options, options.layout == "bshd", spec, _gradient(spec), spec.rows({})[0])
 
