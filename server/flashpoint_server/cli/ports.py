@@ -19,10 +19,14 @@ log = structlog.stdlib.get_logger("flashpoint.serving")
 
 
 def listen(settings: Settings) -> socket.socket | None:
-    """Return a socket that listens for HTTP. If it cannot, log the reason and return None."""
-    address = settings.host, settings.port
+    """Return a socket that listens for HTTP. If it cannot, log the reason and return None.
+
+    The host `::` means every address of IPv6 and of IPv4, as for gRPC.
+    """
+    address, family = (settings.host, settings.port), _family(settings.host)
+    both = family == socket.AF_INET6 and settings.host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(address, family=_family(settings.host), backlog=2048)
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
         log.error("cannot listen", **why(error, *address, "--port"))
         return None

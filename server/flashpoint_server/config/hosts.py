@@ -32,7 +32,7 @@ def host_name(host: str) -> str | None:
 
 def is_loopback(name: str) -> bool:
     """Return whether a name from `host_name` means this machine by definition, without asking a resolver."""
-    if name == "localhost" or name.endswith(".localhost"):
+    if name in ("localhost", "ip6-localhost", "ip6-loopback") or name.endswith(".localhost"):
         return True
     try:
         return ip_address(name.strip("[]")).is_loopback

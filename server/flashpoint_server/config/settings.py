@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """address to listen on; 0.0.0.0 is every interface"""
+    """address to listen on; 0.0.0.0 is every interface, and :: every interface for IPv6 and IPv4"""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """port to listen on; 0 takes a free port, which the log names"""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None

@@ -22,8 +22,13 @@ from flashpoint_server.refusal import Refusal
 _MOST_KNOWN = 256  # maximum number of allowed Host values that are cached
 _PAGES = ("/", "/docs", "/docs/errors")  # pages to which other sites may link
 _BOTH = ("X-Request-Id", "Inference-Header-Content-Length")
-_SENT = (*_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority", "Idempotency-Key", "X-Flashpoint-Replica")
-_SHOWN = (*_BOTH, "X-Backend", "X-Kernel", "X-Batch-Size", "Server-Timing", "Retry-After", "X-Flashpoint-Replica")
+_SENT = (
+    *_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority", "Idempotency-Key", "X-Flashpoint-Replica", "Last-Event-ID",
+    "traceparent", "tracestate", "baggage",
+)  # fmt: skip
+_SHOWN = (
+    *_BOTH, "X-Backend", "X-Kernel", "X-Batch-Size", "Server-Timing", "Retry-After", "X-Flashpoint-Replica", "Location",
+)  # fmt: skip
 
 
 class OriginPolicy:
@@ -68,7 +73,8 @@ class OriginPolicy:
         """Raise Refusal 421 if the host is not allowed. The address `here` is allowed: only names can be rebound."""
         name = host_name(host) or ""
         allowed = self._every_name or name in self._names or name.endswith(self._endings) or is_loopback(name)
-        if not allowed and (here is None or name.strip("[]") != here):
+        # An IPv4 connection to a socket of IPv6 has an address such as ::ffff:10.0.0.7.
+        if not allowed and (here is None or name.strip("[]") != here.removeprefix("::ffff:")):
             raise Refusal(
                 "host_not_allowed",
                 f"the server does not accept the host {name!r}: use a loopback name, for example localhost, or start "
@@ -100,7 +106,7 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=_SENT,
             expose_headers=_SHOWN,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flashpoint_server.cli import ports
 from flashpoint_server.cli.ports import open_to_all
 from flashpoint_server.config.settings import Settings
 from tests.support.gated import GatedServer
@@ -145,3 +146,9 @@ def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
 def test_variables_of_other_servers_have_no_effect(start_server):
     variables = {"WEB_CONCURRENCY": "auto", "FORWARDED_ALLOW_IPS": "*", "UVICORN_PORT": "1", "PORT": "x", "LINES": "x"}
     assert start_server(ready=False, environment=variables).get("/health/live")[0] == 200
+
+
+def test_the_host_of_every_ipv6_address_is_reached_by_ipv4():
+    with ports.listen(Settings(host="::", port=0)) as listener:
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, listener.getsockname()[1])).close()

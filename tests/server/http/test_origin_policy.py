@@ -26,7 +26,8 @@ def answer(sites, host=None, method="POST", path="/attention", **fields):
     return None
 
 
-LOOPBACK = ("localhost", "localhost:1", "a.localhost", "127.0.0.1", "127.8.9.1:80", "[::1]:8000", "LOCALHOST.")
+LOOPBACK = ("localhost", "localhost:1", "a.localhost", "127.0.0.1", "127.8.9.1:80", "[::1]:8000", "LOCALHOST.",
+            "ip6-localhost:1", "ip6-loopback")  # fmt: skip
 
 
 OTHERS = (
@@ -59,6 +60,11 @@ def test_allowed_hosts(only_loopback):
     assert {answer(sites, host) for host in ("b.example", "xb.example", "x.a.example")} == {"host_not_allowed"}
     assert answer(sites, f"{HERE}:8000") is None  # probes and Prometheus use the server's address as Host
     assert answer(sites, "10.0.0.8:8000") == "host_not_allowed"
+
+
+def test_the_address_of_an_ipv4_connection_to_a_socket_of_ipv6_is_allowed():
+    sites = OriginPolicy(("a.example",), ())
+    sites.check(Exchange("GET", "/health", {"host": f"{HERE}:8000"}, "id"), f"::ffff:{HERE}")
 
 
 def test_any_host():
@@ -170,3 +176,14 @@ def test_pages_of_allowed_origins_call(strict):
         assert ("access-control-allow-origin" in answer.headers) == (status == 200)
     preflight = {"origin": "https://evil.example", "access_control_request_method": "POST"}
     problem(ask(strict, "/attention", "OPTIONS", **preflight), 403, "cross_site")
+
+
+def test_pages_may_send_and_read_all_fields_that_the_server_knows(strict):
+    """Without a preflight that allows them, fetch fails in the page. EventSource sends Last-Event-ID again."""
+    asked = "traceparent,tracestate,baggage,last-event-id,x-timeout-ms,idempotency-key,authorization,content-type"
+    origin = {"origin": "https://friend.example", "host": "attention.example"}
+    for method in ("GET", "HEAD", "POST", "DELETE"):
+        wanted = {"access_control_request_method": method, "access_control_request_headers": asked}
+        assert ask(strict, "/benchmark", "OPTIONS", **origin, **wanted).status == 200
+    shown = ask(strict, "/health", **origin).headers["access-control-expose-headers"].lower().split(", ")
+    assert {"location", "retry-after", "x-request-id", "server-timing"} <= set(shown)
