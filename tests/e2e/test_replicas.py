@@ -10,7 +10,7 @@ import torch
 import flashpoint
 import flashpoint.torch
 from flashpoint import sharded
-from tests.support.balancer import balancer, by_hash, by_name, haproxy, installed, nginx
+from tests.support.balancer import balancer, by_hash, by_name, haproxy, nginx, require
 from tests.support.messages import JSON, ask, message, normal, post, problem
 
 SHAPE = {"layers": 1, "kv_heads": 2, "head_dim": 16}
@@ -30,8 +30,7 @@ def balanced(replicas, request, tmp_path_factory):
         with balancer(by_name(replicas)) as address:
             yield address
         return
-    if not installed(request.param):
-        pytest.skip(f"{request.param} is not installed")
+    require(request.param)
     start = {"nginx": nginx, "haproxy": haproxy}[request.param]
     with start(replicas, tmp_path_factory.mktemp(request.param)) as address:
         yield address

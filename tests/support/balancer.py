@@ -13,11 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.support.messages import PATIENCE
 from tests.support.servers import wait_for
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 REPLICA = "X-Flashpoint-Replica"
+NEEDED = ("nginx", "varnishd")  # .ci/run installs these
 
 
 @contextlib.contextmanager
@@ -113,9 +116,11 @@ def haproxy(servers, folder):
         yield address
 
 
-def installed(program):
-    """Return whether a program is on the PATH, in /usr/sbin or in /sbin."""
-    return _path(program) is not None
+def require(program):
+    """Skip the test if a program is not on the PATH, in /usr/sbin or in /sbin. In CI, fail it without one of NEEDED."""
+    if _path(program) is None:
+        missing = f"{program} is not installed"
+        (pytest.fail if os.environ.get("CI") and program in NEEDED else pytest.skip)(missing)
 
 
 def _path(program):

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from tests.support.balancer import caching_nginx, installed, varnish
+from tests.support.balancer import caching_nginx, require, varnish
 from tests.support.caches import SHAPE, appended, bearer, created, kv
 from tests.support.messages import JSON, ask, message, post
 from tests.support.servers import wait_for
@@ -21,8 +21,7 @@ CACHES = {"nginx": ("nginx", caching_nginx), "varnish": ("varnishd", varnish)}
 def cached(request, tmp_path_factory):
     """Return a function that starts a cache in front of a server, as a context manager."""
     program, start = CACHES[request.param]
-    if not installed(program):
-        pytest.skip(f"{program} is not installed")
+    require(program)
     return lambda server: start(server, tmp_path_factory.mktemp(program))
 
 
