@@ -6,7 +6,9 @@ TRITON_INTERPRET is set before any import of triton, which reads it when a kerne
 
 import contextlib
 import gc
+import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,33 @@ def start_service(**how):
     from tests.support.servers import serve
 
     return serve(**how)
+
+
+# Most CPU seconds of one step of a server's event loop: ten times what a step may need, as caches may be cold.
+LONGEST_STEP = 0.05
+RECORD = os.environ.get("FLASHPOINT_TEST_STEPS")  # a file for a line of JSON for each step over 5 ms, with its test
+
+
+@pytest.fixture(autouse=True)
+def steps(request):
+    """Fail the test that made a server's event loop run for longer than LONGEST_STEP at a time."""
+    yield
+    noted = [line | {"test": request.node.nodeid} for line in _new_steps()]
+    if RECORD and noted:
+        with open(RECORD, "a", encoding="utf-8") as file:
+            file.write("".join(f"{json.dumps(line)}\n" for line in noted))
+    long = [line for line in noted if line["seconds"] > LONGEST_STEP]
+    assert not long, f"the event loop of a server ran for too long: {long}"
+
+
+def _new_steps():
+    """Return the steps that servers have noted since the last call."""
+    servers = sys.modules.get("tests.support.servers")  # without it, there is no server
+    if servers is None or not servers.STEPS.exists():
+        return []
+    lines = servers.STEPS.read_text().splitlines()
+    new, servers.read = lines[servers.read :], len(lines)
+    return [json.loads(line) for line in new]
 
 
 @pytest.fixture(scope="session")

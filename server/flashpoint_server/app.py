@@ -78,8 +78,10 @@ def create_app(
             inside.callback(service.close)
             service.pool.warm()
             service.engine.connect(addresses)
-            for watching in (service.keep_reporting(), service.files.watch_keys(service.reload_keys).run()):
+            reload = service.files.watch_keys(service.reload_keys)
+            for watching in (service.keep_reporting(), service.keep_timing(), reload.run()):
                 inside.push_async_callback(_ended, asyncio.ensure_future(watching))
+            app.openapi()  # made here and kept: it would hold the event loop for 80 ms
             yield
 
     app = Application(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.service")
 
+LAG_SECONDS = 0.1  # seconds between two measurements of the event loop's lag
 REPORT_SECONDS = 1.0  # seconds between two calls of `report`; each scrape of the metrics also calls it
 
 
@@ -125,6 +127,13 @@ class Service:
             self.report()
             self.pool.make_room()
             await asyncio.sleep(REPORT_SECONDS)
+
+    async def keep_timing(self) -> None:
+        """Until cancelled, measure how late the event loop runs: a long step, or a busy machine, delays a timer."""
+        while True:
+            due = time.monotonic() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self.metrics.lag(max(0.0, time.monotonic() - due))
 
     def report(self) -> None:
         """Set the metrics of this process's present state: admitted requests, readiness and process ids."""

@@ -1,19 +1,27 @@
 """Real `flashpoint serve` processes on ephemeral ports of 127.0.0.1."""
 
+import atexit
 import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
 from tests.conftest import DEVICE
 
+# The file to which HTTP processes append their long steps (flashpoint_server.http.steps). tests/conftest.py reads it.
+STEPS = Path(tempfile.mkdtemp(prefix="flashpoint-test-")) / "steps"
+read = 0  # the number of its lines that were read
+atexit.register(shutil.rmtree, STEPS.parent, ignore_errors=True)
 START_SECONDS = 600  # a start takes 4 s on an idle machine, minutes on a busy one
 
 
@@ -135,6 +143,7 @@ def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli.
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, "device": DEVICE, **settings}.items()]
     variables = {
         **inherited,
+        "_FLASHPOINT_STEPS": str(STEPS),
         **({"TRITON_INTERPRET": "1"} if interpret and DEVICE == "cpu" else {}),
         **dict(environment),
     }

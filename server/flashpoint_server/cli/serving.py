@@ -28,10 +28,10 @@ from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.config import tls
 from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.http import closing
+from flashpoint_server.http import closing, steps
 from flashpoint_server.http.ending import Config
 from flashpoint_server.http.half_closed import HalfClosed
-from flashpoint_server.http.protocol import HttpProtocol
+from flashpoint_server.http.protocol import PROTOCOLS, HttpProtocol
 from flashpoint_server.ipc.client import State
 from flashpoint_server.observability import logs
 from flashpoint_server.processes.parent import keep_what_is_there, raise_descriptor_limit
@@ -69,6 +69,7 @@ class _Server(uvicorn.Server):
             return
         await super().startup(sockets)
         keep_what_is_there()
+        steps.listening()
         self._tasks.append(asyncio.ensure_future(self._certificate.run()))
         HANGUP.listen(lambda: loop.call_soon_threadsafe(self._reload))
         for listener in sockets or []:
@@ -229,6 +230,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         forwarded_allow_ips="",  # otherwise it reads FORWARDED_ALLOW_IPS
         timeout_keep_alive=settings.keep_alive,
     )
+    config.loop_class = steps.loop_class(*PROTOCOLS)
     config.header_timeout = settings.header_timeout
     # Longer than a route's timeout for a small answer: the route's must expire first, because only that one is logged.
     config.answer_timeout = 2 * settings.body_timeout

@@ -37,9 +37,10 @@ class Config(uvicorn.Config):
     answer_timeout = 20.0
     metrics: Metrics
     half_closed: HalfClosed
+    loop_class = Loop
 
     def get_loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop]:
-        return partial(Loop, self.header_timeout)
+        return partial(self.loop_class, self.header_timeout)
 
 
 class EndingProtocol(HttpToolsProtocol):

@@ -243,6 +243,9 @@ class _Parsing(ConnectionState):
             http.check_limits()
 
 
+PROTOCOLS = (HttpProtocol, _Parsing, BodyReceiver)  # those that a transport has
+
+
 def answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     """Return `app`, wrapped so that its answers follow the rules of HTTP/1.0, which uvicorn does not implement.
 

@@ -30,6 +30,7 @@ from flashpoint_server.processes.counting import MULTIPROCESS
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_LAGS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
 ENDS = ("answered", "refused", "cancelled")
 AT_ONCE = 256  # number of metric updates to do in one batch; about 50 requests make that many
@@ -123,6 +124,7 @@ class Metrics(Listener):
         }
         self._ready = gauge("ready", "1 if the server accepts new work (GET /health/ready), else 0", "livemin")
         self._processes = gauge("process_id", "Process ids of the service's processes", "livemostrecent", "process")
+        self._lag = histogram("loop_lag_seconds", "Seconds that a timer of the event loop was late", _LAGS)
         self._dropped = counter(
             "log_lines_dropped", "Log lines dropped because the log was not read in time", "process"
         )
@@ -227,6 +229,10 @@ class Metrics(Listener):
     def ready(self, ready: bool) -> None:
         """Set whether this process accepts new work."""
         self._ready.set(ready)
+
+    def lag(self, seconds: float) -> None:
+        """Record how late a timer of the event loop was."""
+        self._lag.observe(seconds)
 
     def process(self, name: str, pid: int) -> None:
         """Set the id of a process; 0 means that it does not run."""

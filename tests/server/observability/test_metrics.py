@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -137,3 +138,12 @@ def test_a_folder_for_metrics_in_the_environment_of_another_program_has_no_effec
     wait_for(lambda: read_metrics(server).get('flashpoint_ended_total{how="answered"}') == 3, lambda: "not counted")
     assert read_metrics(server)["flashpoint_ready"] == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_the_lag_of_the_event_loop_is_measured(server):
+    """A server that is stopped for a while is late by that time."""
+    before = read_metrics(server)["flashpoint_loop_lag_seconds_sum"]
+    os.kill(server.pid, signal.SIGSTOP)
+    time.sleep(0.4)
+    os.kill(server.pid, signal.SIGCONT)
+    wait_for(lambda: read_metrics(server)["flashpoint_loop_lag_seconds_sum"] - before > 0.25, lambda: "no lag")
