@@ -21,7 +21,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.origin_policy import OriginPolicy
-from flashpoint_server.ipc.client import Engines
+from flashpoint_server.ipc.client import Engines, Listener
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.messages import DeviceInfo, SavedOwners
 from flashpoint_server.ipc.regions import Regions
@@ -39,14 +39,14 @@ LAG_SECONDS = 0.1  # seconds between two measurements of the event loop's lag
 REPORT_SECONDS = 1.0  # seconds between two calls of `report`; each scrape of the metrics also calls it
 
 
-class Service:
+class Service(Listener):
     """The state that the routes of one HTTP process share. `shared` has the memory that all HTTP processes share."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup, files: Files | None = None) -> None:
         self.settings = settings
         self._shared = shared
         self.metrics = Metrics(shared)
-        self.engine = engines = Engines([self.metrics])
+        self.engine = engines = Engines([self.metrics, self])
         self.traces: Traces | None = None
         if settings.otlp_endpoint:
             from flashpoint_server.observability.traces import Traces  # needs the packages of the extra `otel`
@@ -70,6 +70,7 @@ class Service:
         self.sites = OriginPolicy(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
         self.draining = False
+        self.withdrawn = False  # whether an engine has found wrong answers of its own (--verify-action drain)
         self._working = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -90,6 +91,8 @@ class Service:
         """Return the device if the server accepts new work. Raises Refusal 503."""
         if self.draining:
             raise Refusal("draining", "the server is shutting down")
+        if self.withdrawn:
+            raise Refusal("draining", "the server has found wrong answers of its own, and waits for its operator")
         if (device := self.engine.device) is None:
             raise Refusal("not_ready", f"the engine is {self.engine.state.value}")
         return device
@@ -99,6 +102,12 @@ class Service:
         self.check_ready()
         if self.engine.stopped:
             raise Refusal("not_ready", "the engine's process is stopped; a request would wait until it continues")
+
+    def withdraw(self, wrong: int) -> None:
+        """Accept no new work from now on. Admitted requests are answered."""
+        if not self.withdrawn:
+            log.error("withdrawn", wrong=wrong, reason="--verify-action drain")
+        self.withdrawn = True
 
     def begin(self) -> DeviceInfo:
         """Count a compute request. Return the device. Call `end` after the answer's last byte. Raises Refusal 503."""

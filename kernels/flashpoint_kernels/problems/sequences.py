@@ -26,7 +26,7 @@ def viewed(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return a view (n, …) of consecutive sequences."""
     row, count = rows[0], len(rows)
     if TENSORS[name].per_head:
-        return view if view.ndim == 1 else view.narrow(0, row.index, count)
+        return view if view.ndim == 1 or len(view) == 1 else view.narrow(0, row.index, count)
     start, length = _span(name, row)
     if view.shape[0] > 1 or row.batch != rows[-1].batch:
         view = view.narrow(0, row.batch, count)

@@ -147,6 +147,12 @@ class Settings(BaseSettings):
     """time to live of a saved forward in seconds, from its last use"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
     """maximum floating-point operations of a verification; each problem also runs in float64 and in unfused PyTorch"""
+    verify_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """share of its answers that an idle engine computes again in float64 (docs/operating.md); 0: none"""
+    verify_bytes: Bytes = 64 * MIB
+    """maximum bytes of the copies for --verify-rate in each engine"""
+    verify_action: Literal["log", "drain"] = "log"
+    """after wrong answers that --verify-rate finds: log, or after the second one also take no new work (drain)"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
     """maximum number of cases of one benchmark"""
     benchmark_seconds: Seconds = 1800.0

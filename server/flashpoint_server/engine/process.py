@@ -30,6 +30,7 @@ from flashpoint_server.processes.parent import (
 
 if TYPE_CHECKING:
     from flashpoint_server.engine.execution.device import TorchDevice
+    from flashpoint_server.engine.scheduling.tasks import Plugin
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -49,6 +50,9 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     parser.add_argument("--cache-bytes", type=int, required=True)
     parser.add_argument("--cache-ttl", type=float, required=True)
     parser.add_argument("--saved-ttl", type=float, required=True)
+    parser.add_argument("--verify-rate", type=float, required=True)
+    parser.add_argument("--verify-bytes", type=int, required=True)
+    parser.add_argument("--verify-action", required=True)
     parser.add_argument("--log-format", required=True)
     parser.add_argument("--log-level", required=True)
     arguments = parser.parse_args()
@@ -82,9 +86,16 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     device.ledger = ledger = Ledger(arguments.cache_bytes)
     device.caches = CacheStore(ledger, arguments.cache_ttl, device.info.name, paged="triton" in device.info.backends)
     device.saved = SavedStore(ledger, arguments.saved_ttl)
-    executor = Executor(device, budget, arguments.hang_timeout)
+    plugins: list[Plugin] = []
+    answered = None
+    if arguments.verify_rate:
+        from flashpoint_server.engine.verifying.verifier import Verifier  # takes 0.1 s to import
+
+        verifier = Verifier(device, arguments.verify_rate, arguments.verify_bytes, arguments.verify_action)
+        plugins, answered = [verifier], verifier.answered
+    executor = Executor(device, budget, arguments.hang_timeout, answered)
     benchmarks = BenchmarkJobs(device.info.name, arguments.benchmark_slice_ms, arguments.benchmark_keep)
-    scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks], ledger)
+    scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks, *plugins], ledger)
     loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()
     if device.is_cpu:

@@ -26,6 +26,7 @@ import structlog
 from flashpoint_server.ipc.bodies import encode
 from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import (
+    AnswerVerified,
     Attach,
     Broken,
     CallReply,
@@ -48,6 +49,7 @@ from flashpoint_server.ipc.messages import (
     Unmapped,
     Verified,
     VerifyProgressed,
+    Withdraw,
 )
 from flashpoint_server.ipc.price import PASSED
 from flashpoint_server.ipc.service_rate import ServiceRate
@@ -81,6 +83,12 @@ class Listener:
 
     def holding_changed(self, engine: Engine, holding: Holding) -> None:
         """Called when the caches and saved forwards of an engine have changed."""
+
+    def verified(self, about: AnswerVerified) -> None:
+        """Called when an engine has verified an answer of its own."""
+
+    def withdraw(self, wrong: int) -> None:
+        """Called when an engine has found so many wrong answers of its own that the server must take no new work."""
 
     def lost(self, engine: Engine) -> None:
         """Called when the engine has died. A new one will start at its address."""
@@ -247,6 +255,12 @@ class Engine:
                         self.holding = message
                         for listener in self._listeners:
                             listener.holding_changed(self, message)
+                    case AnswerVerified():
+                        for listener in self._listeners:
+                            listener.verified(message)
+                    case Withdraw():
+                        for listener in self._listeners:
+                            listener.withdraw(message.wrong)
                     case Unmapped():
                         self._attached.discard(message.segment)
 

@@ -319,9 +319,27 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
     job: str
 
 
+class AnswerVerified(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, to one process: it has verified an answer of its own, or could not (`skipped`)."""
+
+    backend: str
+    dtype: str
+    direction: str
+    result: str
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, to all processes: it has found `wrong` answers of its own, so take no new work."""
+
+    wrong: int
+
+
 JobNews = JobOpened | JobEvent | JobDropped
 ToEngine = Attach | Detach | Submit | SavedOwners | Forget | StartBenchmark | StopJob | Cancel
-FromEngine = Hello | Broken | Done | Failed | Unmapped | VerifyProgressed | Verified | CallReply | Holding | JobNews
+FromEngine = (
+    Hello | Broken | Done | Failed | Unmapped | VerifyProgressed | Verified | CallReply | Holding | JobNews
+    | AnswerVerified | Withdraw
+)  # fmt: skip
 
 Incoming = TypeVar("Incoming")
 

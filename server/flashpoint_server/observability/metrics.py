@@ -22,7 +22,7 @@ from flashpoint_kernels.native import switches
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.messages import DeviceInfo, Done, Holding
+from flashpoint_server.ipc.messages import AnswerVerified, DeviceInfo, Done, Holding
 from flashpoint_server.observability.observed import build_info, used
 from flashpoint_server.observability.shared import SharedCollector, count_in
 from flashpoint_server.processes.counting import MULTIPROCESS
@@ -106,6 +106,9 @@ class Metrics(Listener):
         }
         limit = "Limit in bytes for KV caches and saved forwards in an engine"
         self._cache_limit = gauge("cache_limit_bytes", limit, "livemax", "engine")
+        self._verified = counter(
+            "verified", "Answers that engines chose for --verify-rate", "backend", "dtype", "direction", "result"
+        )
         self._off = gauge(
             "kernels_off", "1 for a kernel or backend that is switched off; by: setting or check", "livemax", "engine",
             "kernel", "by",
@@ -211,6 +214,9 @@ class Metrics(Listener):
     def cache_limit(self, engine: str, nbytes: int) -> None:
         """Set the metric of how many bytes of KV caches and saved forwards an engine may hold."""
         self._cache_limit.labels(engine).set(nbytes)
+
+    def verified(self, about: AnswerVerified) -> None:
+        self._later(self._of(self._verified, about.backend, about.dtype, about.direction, about.result).inc)
 
     def kernels_off(self, engine: str, off: Mapping[str, str]) -> None:
         """Set the metric of the kernels that are switched off in an engine."""

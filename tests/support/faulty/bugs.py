@@ -4,6 +4,7 @@ swap   an answer has the numbers of the previous answer that had the same shapes
 lose   an answer is never sent
 leak   the memory of a request is not released
 twice  a write to a cache that is repeated with its idempotency key is executed again
+wrong  every answer of a kernel is larger by a quarter
 hoard  the memory of an ended cache is still counted as used
 """
 

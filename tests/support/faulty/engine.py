@@ -47,11 +47,13 @@ from flashpoint_server.engine.scheduling import scheduler
 from flashpoint_server.engine.scheduling.engine_request import Group, OutOfMemoryError
 from flashpoint_server.engine.scheduling.tasks import Compute
 from flashpoint_server.engine.state import ledger
+from flashpoint_server.engine.state.memory import tensor_in
 from flashpoint_server.ipc.messages import Channel, Done
 from flashpoint_server.observability.lines import ROOM
 from tests.support.faulty.bugs import Seeded
 
 SWAP, LOSE, TWICE, HOARD = Seeded("swap"), Seeded("lose"), Seeded("twice"), Seeded("hoard")
+WRONG = Seeded("wrong")
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -164,6 +166,12 @@ class TellingExecutor(executor.Executor):
         if isinstance(task, Compute):
             self.tell(task.requests[0].submit.request_id)
         return super().run(task)
+
+    def _done(self, request, *about):
+        for t in request.submit.outputs if WRONG.there() else ():
+            if t.name != "lse":
+                tensor_in(request.memory, t).mul_(1.25)
+        super()._done(request, *about)
 
     def tell(self, name):
         self.parts[name] += 1

@@ -65,15 +65,22 @@ class Limits:
         return over(self.accurate), over(self.allowed)
 
 
+def _nothing() -> None: ...
+
+
 def limits(
-    problem: Problem, names: Sequence[str], block: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Limits], Tensor]:
+    problem: Problem, names: Sequence[str], block: Callable[[], None] = _nothing, *, chunk: int = CHUNK,
+    queries: range | None = None, pause: Callable[[], None] = _nothing,
+) -> tuple[dict[str, Limits], Tensor]:  # fmt: skip
     """Return the limits of the answers `names`, and which rows are ill-posed (bool, of lse's shape).
 
     Args:
         problem: A problem of either direction. `o` and `lse` of the caller are not used. Gradients need `do`.
         names: Any of o, lse, dq, dk, dv, dattn_mask, dsinks.
         block: Called before each block of the computation. If it raises, the computation ends.
+        chunk: Maximum scores of a block, unless one query has more.
+        queries: Compute only these queries of each sequence; dk, dv and gradients that are sums need all.
+        pause: Called between the matrix products of a block. If it raises, the computation ends.
     """
     spec = problem.spec
     inputs = {name: t for name, t in problem.tensors.items() if name not in ("o", "lse")}
@@ -90,7 +97,8 @@ def limits(
     views = [replace(problem, tensors=inputs, outputs=each) for each in parts]
     together = lambda row: max(1, CHUNK // max(1, spec.q_heads * row.q_len * row.kv_len))  # noqa: E731
     for (rows, x), (_, s), (_, allowed) in zip(*(view.batches(together) for view in views), strict=True):
-        _Rows(problem, rows, x, (x, s, allowed), parts, ill).solve(block)
+        batch = _Rows(problem, rows, x, (x, s, allowed), parts, ill, pause)
+        batch.solve(block, chunk, range(batch.queries) if queries is None else queries)
     return {n: Limits(parts[0][n], parts[1][n] * SAFETY, parts[2][n] * SAFETY) for n in names}, ill
 
 
@@ -116,8 +124,9 @@ class _Rows:
         outputs: Sequence[Mapping[str, Tensor]],
         parts: Sequence[dict[str, Tensor]],
         ill: Tensor,
+        pause: Callable[[], None],
     ) -> None:
-        spec = problem.spec
+        spec, self.pause = problem.spec, pause
         self.problem, self.rows, self.outputs, self.parts, self.ill = problem, rows, outputs, parts, ill
         self.names = parts[0].keys()
         self.unit = unit_of(spec.dtype, spec.options.precision)
@@ -137,12 +146,12 @@ class _Rows:
         self.gradients = any(name.startswith("d") for name in self.names)
         self.sums: dict[str, list[Tensor]] = {}
 
-    def solve(self, block: Callable[[], None]) -> None:
+    def solve(self, block: Callable[[], None], chunk: int, queries: range) -> None:
         heads = len(self.rows) * self.problem.spec.q_heads
-        step = max(1, CHUNK // max(1, heads * self.keys))
-        for start in range(0, self.queries, step):
+        step = max(1, chunk // max(1, heads * self.keys))
+        for start in range(queries.start, queries.stop, step):
             block()
-            _Chunk(self, slice(start, min(start + step, self.queries))).solve()
+            _Chunk(self, slice(start, min(start + step, queries.stop))).solve()
         for name, (value, size, *errors) in self.sums.items():  # dk, dv: a kernel may round each query head's sum
             unit = self.unit
             for place, error in zip(self.outputs, (None, *errors), strict=True):
@@ -192,12 +201,14 @@ class _Chunk:
 
     def by_keys(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return rows (n, Hq, S, d) times keys (n, Hk, m, d) transposed: (n, Hq, S, m)."""
+        self.batch.pause()
         n, heads, length, _ = rows.shape
         grouped = rows.reshape(n, -1, self.batch.group * length, rows.shape[-1])
         return (grouped @ keys.mT).view(n, heads, length, keys.shape[2])
 
     def onto_keys(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return rows (n, Hq, S, m) times keys (n, Hk, m, d): (n, Hq, S, d)."""
+        self.batch.pause()
         n, heads, length, _ = rows.shape
         grouped = rows.reshape(n, -1, self.batch.group * length, rows.shape[-1])
         return (grouped @ keys).view(n, heads, length, keys.shape[-1])

@@ -10,6 +10,7 @@ benchmarks have used the least time.
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
@@ -58,9 +59,11 @@ class BenchmarkJobs:
         self.suspect = False
         self.active = False  # whether any job has not ended
 
-    def wants(self, now: float, *, others: bool) -> bool:
-        """Return whether a slice should run now. Call this only if `active`. `others`: whether requests wait."""
-        return not others or now >= self._others_until
+    due = math.inf  # a slice is chosen whenever the scheduler looks for a task
+
+    def wants(self, now: float, *, waiting: bool, running: bool) -> bool:
+        """Return whether a slice should run now. Call this only if `active`."""
+        return not waiting or now >= self._others_until
 
     def history(self) -> Iterator[JobNews]:
         """Yield all messages about the jobs in memory, for an HTTP process that connects."""

@@ -85,12 +85,16 @@ class Chunk:
 
         They are views; 8-bit tokens come as new tensors in float32.
         """
-        k, v = self._part(self.k, first, last), self._part(self.v, first, last)
+        k, v = self.stored(first, last)
         if self.k_scale is None or self.v_scale is None:
             return k, v
         scales = (self._part(scale, first, last) for scale in (self.k_scale, self.v_scale))
         k, v = map(restored, (k, v), scales)
         return k, v
+
+    def stored(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens [first, last) of the chunk as they are stored."""
+        return self._part(self.k, first, last), self._part(self.v, first, last)
 
     def scales(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return the scales (1, Hk, n) of k and of v for 8-bit tokens [first, last)."""
@@ -338,6 +342,11 @@ class Track:
                 torch.cat(runs) if runs else torch.empty(0, dtype=torch.int32, device="cpu")
             )
         return numbers[: -(-(self.length - start) // SMALLEST_CHUNK)]
+
+    def stored(self, start: int, stop: int) -> Iterator[TokenRun]:
+        """Like `pieces`, but yield 8-bit tokens as they are stored."""
+        for chunk, place, first, last in self._runs(start, stop):
+            yield TokenRun(place + first, *chunk.stored(first, last))
 
     def scales(self, start: int, stop: int) -> Iterator[TokenRun]:
         """Like `pieces`, but yield the scales of 8-bit tokens: k (1, Hk, n) and v (1, Hk, n)."""

@@ -33,14 +33,15 @@ from flashpoint_kernels.problems.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine.benchmarks import local
 from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
-from flashpoint_server.engine.caches.cache import StoredCache
+from flashpoint_server.engine.caches.cache import StoredCache, Terms
+from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.engine.state.memory import bytes_in, tensor_in
 from flashpoint_server.engine.state.saved import SavedForward, SavedStore
-from flashpoint_server.ipc.bodies import PlacedTensor, Save
+from flashpoint_server.ipc.bodies import CacheRef, PlacedTensor, Save
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.refusal import of_problem
 
@@ -216,7 +217,7 @@ class TorchDevice:
 
     def parts(self, job: EngineRequest) -> list[Problem]:
         """Cut a job into parts that compute in its shared memory. Raises Refusal 422."""
-        return split(self._in_place(job), job.attention.backend)
+        return split(self.in_place(job), job.attention.backend)
 
     def call_tensors(self, job: EngineRequest) -> CallTensors:
         """Return the tensors of a job over caches: on the CPU in shared memory, on a GPU as copies.
@@ -228,6 +229,11 @@ class TorchDevice:
             return CallTensors.of(job.spec, given, {t.name: tensor_in(job.memory, t) for t in job.submit.outputs})
         there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
         return CallTensors.of(job.spec, there, {})
+
+    def tracks(self, ref: CacheRef) -> list[Track]:
+        """Return what a call over caches has read, for each of its sequences. Raises Refusal."""
+        caches = self.caches.find(Terms(ref.owner, ref.quota, ref.key), ref.caches)
+        return [cache.tracks[ref.layer] for cache in caches]
 
     def kin(self, job: EngineRequest) -> Hashable | None:
         """Return a key for a call over caches. Calls with equal keys begin with the same chunk of a cache.
@@ -277,7 +283,7 @@ class TorchDevice:
         backend = jobs[0].attention.backend
         if self.is_cpu:
             with self._device_errors:
-                problems = [self._cached_problem(job.call) if job.call else self._in_place(job) for job in jobs]
+                problems = [self._cached_problem(job.call) if job.call else self.in_place(job) for job in jobs]
                 run(problems, backend)
                 for job, problem in zip(jobs, problems, strict=True):
                     self._keep(job, problem)
@@ -377,10 +383,11 @@ class TorchDevice:
         recall = job.attention.recall
         return {} if recall is None else self.saved.tensors(recall.owner, recall.serial)
 
-    def _in_place(self, job: EngineRequest) -> Problem:
+    def in_place(self, job: EngineRequest) -> Problem:
         """Return the job's problem with views of its shared memory. Raises Refusal 422 like `rows`, and 404 and 410."""
         spec, memory = job.spec, job.memory
-        given = {t.name: tensor_in(memory, t) for t in job.submit.inputs} | dict(self._recalled(job))
+        given = {t.name: tensor_in(memory, t) for t in job.submit.inputs}
+        given |= {name: t.cpu() for name, t in self._recalled(job).items()}
         wanted = {t.name: tensor_in(memory, t) for t in job.submit.outputs}
         try:
             return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)

@@ -45,10 +45,17 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
 class Executor:
-    """Runs tasks and sends answers. The process is killed when a task runs longer than `hang_timeout` seconds."""
+    """Runs tasks and sends answers. The process is killed when a task runs longer than `hang_timeout` seconds.
 
-    def __init__(self, device: TorchDevice, budget: Budget, hang_timeout: float) -> None:
+    `answered` is called with each computed attention request before it is answered, while its tensors are in place.
+    """
+
+    def __init__(
+        self, device: TorchDevice, budget: Budget, hang_timeout: float,
+        answered: Callable[[EngineRequest], None] | None = None,
+    ) -> None:  # fmt: skip
         self.device = device
+        self._answered = answered
         self._budget = budget
         self._watchdog = Watchdog(hang_timeout)
         self._kernels = KernelThreads(device.cores - 1)
@@ -281,6 +288,8 @@ class Executor:
         if request.saved_forward is not None:
             metadata["saved"] = request.saved_forward.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
+        if self._answered is not None:
+            self._answered(request)
         request.worker.send(
             Done(request.submit.id, metadata, request.began, ended, size, *stages, memory, number, about, dropped)
         )

@@ -257,13 +257,17 @@ class Scheduler:
         while not self._alone:
             now = time.monotonic()
             for plugin in self.plugins:
-                if plugin.active and plugin.wants(now, others=bool(self._waiting.items)):
+                if not plugin.active:
+                    continue
+                if plugin.wants(now, waiting=bool(self._waiting.items), running=bool(self._running)):
                     if not self._running:
                         return self._begin(self._slice(plugin))
                     self._holding = now if self._holding is None else self._holding
                     if now < self._holding + HOLD_SECONDS:
                         return None  # nothing else starts, so the slice runs alone soon
                     plugin.postpone(now)  # the running tasks take too long to wait for
+                elif not self._running:
+                    self._wake()  # the listening thread must note when the plugin is due
             self._holding = None
             if not self._waiting.items:
                 return None
@@ -303,8 +307,9 @@ class Scheduler:
         if self._holding is not None:
             return self._holding + HOLD_SECONDS
         expires = math.inf if self._holder is None else self._holder.due
+        due = min((plugin.due for plugin in self.plugins if plugin.active), default=math.inf)
         closes = self._waiting.closes() if self._waiting.items and self._may_launch else math.inf
-        return None if (at := min(expires, closes)) == math.inf else at
+        return None if (at := min(expires, closes, due)) == math.inf else at
 
     def finish(self, task: Task, failure: Exception | None) -> Task | None:
         """Record the end of a task, with the error that `Executor.run` returned.

@@ -18,16 +18,22 @@ class Plugin(Protocol):
     """Work in addition to requests, such as benchmarks. It runs in slices, while nothing else runs on the device.
 
     A slice is `begin`, `step` and `conclude`. All calls except `step` are made under the scheduler's lock. The messages
-    from `hear` and `conclude` go to every HTTP process, those from `history` to an HTTP process that connects.
+    from `hear` and `conclude` go to every HTTP process, those from `history` to an HTTP process that connects. `wants`
+    learns whether requests wait and whether tasks run. If it returns True while tasks run, no others start until they
+    have ended, so that the slice begins soon.
     """
 
     name: str  # the plugin's name in the log
     suspect: bool  # whether the last slice may have broken the device
-    active: bool  # whether `wants` may return True
+
+    @property
+    def active(self) -> bool: ...  # whether `wants` may return True
+    @property
+    def due(self) -> float: ...  # if `active`: when to call `wants` again if nothing happens, by `time.monotonic`
 
     def hear(self, message: StartBenchmark | StopJob) -> Sequence[FromEngine]: ...
     def history(self) -> Iterable[FromEngine]: ...
-    def wants(self, now: float, *, others: bool) -> bool: ...
+    def wants(self, now: float, *, waiting: bool, running: bool) -> bool: ...
     def postpone(self, now: float) -> None: ...
     def begin(self) -> None: ...
     def step(self) -> None: ...

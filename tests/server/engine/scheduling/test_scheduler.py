@@ -75,7 +75,7 @@ class Plugin:
         self.wanted = False
         self.calls = []
 
-    def wants(self, now, *, others):
+    def wants(self, now, *, waiting, running):
         return self.wanted
 
     def postpone(self, now):
