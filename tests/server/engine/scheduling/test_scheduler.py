@@ -70,6 +70,7 @@ class Resources:
 class Plugin:
     suspect = False
     active = True
+    due = math.inf
 
     def __init__(self):
         self.wanted = False
