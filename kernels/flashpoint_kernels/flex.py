@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from flashpoint_contract.options import UNBOUNDED, ProblemError
 from flashpoint_kernels.operators.torch_rules import autocast, overridable, refuse_batched_gradients, refuse_transforms
 from flashpoint_kernels.problems.memory import check_memory
-from flashpoint_kernels.problems.modes import exact_products, flushing, without_autocast
+from flashpoint_kernels.problems.modes import exact_products, flushing, traced, without_autocast
 from flashpoint_kernels.problems.strides import empty_like
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _check(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None,
     enable_gqa: bool, return_lse: bool, return_aux: AuxRequest | None,
 ) -> None:  # fmt: skip
-    if torch._C._is_tracing() and not (score_mod is None and block_mask is None):
+    if traced() and not (score_mod is None and block_mask is None):
         name = "block_mask" if score_mod is None else "score_mod"
         raise ProblemError([(name, "is not available under torch.jit.trace, as in torch: use torch.compile")])
     errors = []

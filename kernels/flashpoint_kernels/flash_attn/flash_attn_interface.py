@@ -19,6 +19,7 @@ from flashpoint_kernels.flash_attn.layers.rotary import apply_rotary_emb
 from flashpoint_kernels.functional import attention
 from flashpoint_kernels.operators.torch_rules import overridable, raises_as
 from flashpoint_kernels.problems.memory import check_memory
+from flashpoint_kernels.problems.modes import traced
 
 Answer = Tensor | tuple[Tensor, Tensor, None]
 
@@ -399,5 +400,5 @@ def _end(cu_seqlens: Tensor, t: Tensor) -> int:
 
     `torch.jit.trace` records the shape of `t` as an operation, but the value of `cu_seqlens` as a constant.
     """
-    unread = cu_seqlens.is_cuda or torch._C._is_tracing() or not cu_seqlens.numel()
+    unread = cu_seqlens.is_cuda or traced() or not cu_seqlens.numel()
     return t.shape[0] if unread else int(cu_seqlens[-1])

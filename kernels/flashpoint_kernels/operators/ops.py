@@ -25,6 +25,7 @@ from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSORS
 from flashpoint_kernels.dispatching.dispatch import backend_for, run
 from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients, refuse_transforms
+from flashpoint_kernels.problems.modes import traced
 from flashpoint_kernels.problems.problem import Problem, tensor_info
 from flashpoint_kernels.problems.strides import empty_like, laid_like
 
@@ -83,7 +84,7 @@ def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -
 
 def _backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients for the operator's arguments; use the dispatcher only if a tracer or autograd needs it."""
-    if torch._C._is_tracing():  # it records no list of strings, such as `grads`
+    if traced():  # it records no list of strings, such as `grads`
         raise RuntimeError(
             "gradients of attention cannot be computed inside torch.jit.trace: differentiate the answers of the trace"
         )

@@ -19,6 +19,11 @@ _PRODUCTS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _precision, _set_precision = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 
+def traced() -> bool:
+    """Return whether `torch.jit.trace` records this call. torch.compile does not know torch's function for it."""
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
+
+
 class _Exact:
     """The process's precision of float32 products, which threads share: exact while any thread needs it."""
 

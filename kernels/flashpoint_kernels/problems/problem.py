@@ -36,6 +36,7 @@ from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, SCALES, 
 from flashpoint_kernels.problems import sequences
 from flashpoint_kernels.problems.cost import flops_of
 from flashpoint_kernels.problems.memory import in_memory
+from flashpoint_kernels.problems.modes import traced
 from flashpoint_kernels.problems.readings import readings
 from flashpoint_kernels.problems.strides import empty_like
 
@@ -125,7 +126,7 @@ class Problem:
         Raises:
             ProblemError: names each field that is not valid.
         """
-        if torch._C._is_tracing():
+        if traced():
             raise RuntimeError("torch.jit.trace cannot record a Problem: trace `attention`, which is an operator")
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
         tensors = {name: in_memory(name, t) for name, t in tensors.items()}
