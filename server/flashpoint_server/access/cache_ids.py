@@ -24,7 +24,7 @@ from flashpoint_contract.caches import ID_LENGTH, LayerShape
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 
 MOST_LAYERS = 512
 READ_AGAIN = 1024  # number of decoded ids in the LRU cache, each at most ID_LENGTH characters
@@ -108,7 +108,7 @@ def _mac(secret: bytes, owner: str, payload: bytes) -> bytes:
     return hmac.digest(secret, message, hashlib.sha256)[:_MAC]
 
 
-def shared_secret(memory: Memory | None) -> bytes:
+def shared_secret(memory: NamedMemory | None) -> bytes:
     """Return the secret that all HTTP processes with this memory share. The first process generates it."""
     drawn = secrets.token_bytes(_SECRET)
     if memory is None:

@@ -22,7 +22,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import as_environment
 from flashpoint_server.http.loop import Loop
 from flashpoint_server.ipc.counts import clear
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.observability import shared
 from flashpoint_server.processes.processes import Child, running_engines
 
@@ -55,7 +55,7 @@ async def _run(settings: Settings, listener: socket.socket, files: Files) -> int
 
         addresses = await inside.enter_async_context(running_engines(settings))
         engines = ",".join(address.hex() for address in addresses)
-        memory = Memory()
+        memory = NamedMemory()
 
         def forget(number: int, _: int) -> None:
             """Remove the gauges and the counts of admitted requests of a worker that has ended."""

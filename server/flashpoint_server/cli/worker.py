@@ -15,7 +15,7 @@ from flashpoint_server.cli.serving import serve_on
 from flashpoint_server.config.files import HandedFiles
 from flashpoint_server.config.settings import GivenSettings
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.observability import logs
 from flashpoint_server.processes.parent import CANNOT_WORK, die_with_parent
 
@@ -34,7 +34,7 @@ def main() -> int:
     settings = GivenSettings()
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in arguments.engines.split(",")]
-    shared = WorkerGroup(Memory(arguments.memory), arguments.number, settings.workers)
+    shared = WorkerGroup(NamedMemory(arguments.memory), arguments.number, settings.workers)
     files = HandedFiles(settings, arguments.files)
     app = create_app(settings, engines, shared=shared, files=files)
     ended = serve_on(socket.socket(fileno=arguments.listener), app)

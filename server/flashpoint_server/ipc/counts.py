@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 
 MOST_PROCESSES = 256
 SINGLES = 4  # numbers at the start of a file that belong to no process
@@ -23,7 +23,7 @@ class WorkerGroup(NamedTuple):
     Without a memory, this process is the only one.
     """
 
-    memory: Memory | None = None
+    memory: NamedMemory | None = None
     process: int = 0
     processes: int = MOST_PROCESSES
 
@@ -32,7 +32,7 @@ class Table:
     """The numbers in the block `name`, with `rows` rows. `memory` has the block at `offset`, which can be locked."""
 
     def __init__(self, name: str, shared: WorkerGroup, rows: int) -> None:
-        self.memory = shared.memory or Memory()
+        self.memory = shared.memory or NamedMemory()
         size = _NUMBER * (SINGLES + rows * MOST_PROCESSES)
         block, self.offset = self.memory.block(_TABLE + name, size)
         self.numbers = memoryview(block)[:size].cast("d")
@@ -60,7 +60,7 @@ class Counts:
         self.requests, self.bytes, self.flops, self.seconds, self.arriving, self.staged, self.wanted = rows
 
 
-def clear(memory: Memory, process: int) -> None:
+def clear(memory: NamedMemory, process: int) -> None:
     """Clear the counts of a process that has ended."""
     for name in memory.names():
         if name.startswith(_TABLE):

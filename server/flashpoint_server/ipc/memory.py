@@ -20,7 +20,7 @@ _LOCK = struct.Struct("hhqqi")  # struct flock: type, whence, start, length, pro
 _GROWING = 0, 1  # the bytes to lock while the file grows: the first header, which no other lock covers
 
 
-class Memory:
+class NamedMemory:
     """Memory of this process, or the memory of another with the descriptor `fd`. Raises OSError."""
 
     def __init__(self, fd: int | None = None) -> None:

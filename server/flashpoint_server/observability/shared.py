@@ -21,7 +21,7 @@ from prometheus_client.mmap_dict import mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 
 CHUNK = 1 << 16
 _BLOCK = "metrics"  # the start of the names of these blocks: metrics/KIND/PROCESS/NUMBER
@@ -35,7 +35,7 @@ log = structlog.stdlib.get_logger("flashpoint.metrics")
 class _Values:
     """The values of one process and one kind of metric: a type, for gauges with the rule that joins processes."""
 
-    def __init__(self, memory: Memory, kind: str, process: int) -> None:
+    def __init__(self, memory: NamedMemory, kind: str, process: int) -> None:
         self._memory = memory
         self._prefix = f"{_BLOCK}/{kind}/{process}"
         self._places: dict[str, tuple[mmap.mmap, int]] = {}
@@ -84,7 +84,7 @@ def _entries(chunk: mmap.mmap) -> Iterator[tuple[str, float, float, int]]:
         at = start + -(-length // 8) * 8
 
 
-def count_in(memory: Memory, process: int) -> None:
+def count_in(memory: NamedMemory, process: int) -> None:
     """Let all metrics that are made from now on count in `memory`, as those of HTTP process number `process`."""
     kinds: dict[str, _Values] = {}
 
@@ -122,7 +122,7 @@ def count_in(memory: Memory, process: int) -> None:
     values.ValueClass = SharedValue
 
 
-def forget(memory: Memory, process: int) -> None:
+def forget(memory: NamedMemory, process: int) -> None:
     """Remove the values of a process that has ended which tell of its present state."""
     for name in memory.names():
         block, _, rest = name.partition("/")
@@ -133,7 +133,7 @@ def forget(memory: Memory, process: int) -> None:
 class SharedCollector(Collector):
     """Collects the values of all processes in a memory."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: NamedMemory) -> None:
         self._memory = memory
 
     def collect(self) -> Iterable[Metric]:

@@ -14,7 +14,7 @@ from flashpoint_server.access.admission import FEW, PATIENCE, Admission, check_s
 from flashpoint_server.access.limits import Spent
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
@@ -122,7 +122,7 @@ def totals(counts):
 
 def test_limits_hold_over_all_processes_together():
     """Each limit (requests, bytes, FLOPs, seconds) applies to the sum over the unfinished requests of all processes."""
-    memory = Memory()
+    memory = NamedMemory()
     limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
     (one, counts), (two, _), (three, _) = (shared(memory, n, **limits) for n in range(3))
     with one.permit(60) as first, two.permit(30) as second:
@@ -145,7 +145,7 @@ def test_limits_hold_over_all_processes_together():
 
 def test_what_a_process_that_died_had_inside_counts_no_more():
     """The counts of a dead process are cleared: by the supervisor (`clear`), or when its successor starts."""
-    memory = Memory()
+    memory = NamedMemory()
     (one, _), (two, counts) = (shared(memory, n, queue_bytes=100) for n in range(2))
     spent = [Spent("alice", WorkerGroup(memory, n)) for n in range(2)]
     for number in range(2):

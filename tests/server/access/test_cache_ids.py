@@ -7,7 +7,7 @@ from flashpoint_server.access.cache_ids import CacheIds
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 
 SECRET, OTHER = ("one secret, as long as it has to be, or longer", "and another one, which is no shorter")
 SHAPE = CacheShape((8, 2), (64, 128), (64, 64), "bfloat16")
@@ -27,8 +27,8 @@ def test_a_replica_reads_the_ids_of_another_with_the_same_secret():
 
 
 def test_replicas_draw_names_and_secrets_and_their_processes_share_both():
-    memory = Memory()
-    first, second, other = ids(memory), ids(Memory(memory.fd)), ids(Memory())
+    memory = NamedMemory()
+    first, second, other = ids(memory), ids(NamedMemory(memory.fd)), ids(NamedMemory())
     assert first.replica == second.replica != other.replica
     one = first.make("alice", 7, 3, SHAPE)
     assert second.read("alice", one).replica == first.replica

@@ -13,7 +13,7 @@ from flashpoint_server.access.limits import BURST, Quota, Spent
 from flashpoint_server.config.key_file import KeyEntry
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
@@ -109,12 +109,12 @@ from types import SimpleNamespace
 from flashpoint_server.access import limits
 from flashpoint_server.config.key_file import KeyEntry
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.access.limits import Quota, Spent
 from flashpoint_server.refusal import Refusal
 limits.time = SimpleNamespace(monotonic=lambda: 1000.0)  # nothing comes back, and nobody waits too long for the lock
 entry = KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=0.5, flops_per_second=1 << 14)
-quota = Quota(entry, Spent("alice", WorkerGroup(Memory(int(sys.argv[1])), int(sys.argv[2]))))
+quota = Quota(entry, Spent("alice", WorkerGroup(NamedMemory(int(sys.argv[1])), int(sys.argv[2]))))
 quota.enter(0)
 print("inside", flush=True)
 sys.stdin.readline()
@@ -133,7 +133,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def memory():
-    return Memory()
+    return NamedMemory()
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
 
 
 def test_a_process_that_stopped_with_the_lock_stops_no_other(memory):
-    one, other = (Spent("alice", WorkerGroup(Memory(memory.fd), n)) for n in range(2))
+    one, other = (Spent("alice", WorkerGroup(NamedMemory(memory.fd), n)) for n in range(2))
     limited = Quota(KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=9), other)
     with one.locked():
         assert refused(limited.take, "requests", 1) == 1

@@ -58,7 +58,8 @@ def asked(server, context, path="/health/live", body=None, key=KEY):
 
 
 @pytest.mark.slow
-def test_workers_start_again_with_damaged_and_absent_files_and_503_comes_while_none_is_alive(start_server, tmp_path):
+def test_workers_start_again_with_damaged_and_absent_files(start_server, tmp_path):
+    """While none is alive, the supervisor answers 503, over TLS and with a body that still arrives."""
     authority = Authority(tmp_path)
     cert, tls_key = authority.give("server")
     keys = tmp_path / "keys.toml"

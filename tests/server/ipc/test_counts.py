@@ -4,19 +4,19 @@ import subprocess
 import sys
 
 from flashpoint_server.ipc.counts import Counts, Table, WorkerGroup, clear
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 
 WRITER = """
 import sys
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
-from flashpoint_server.ipc.memory import Memory
-counts = Counts(WorkerGroup(Memory(int(sys.argv[1])), 1, 3))
+from flashpoint_server.ipc.memory import NamedMemory
+counts = Counts(WorkerGroup(NamedMemory(int(sys.argv[1])), 1, 3))
 counts.requests[counts.column], counts.seconds[counts.column] = 5, 0.25
 """
 
 
 def test_counts_of_another_process_are_seen_until_they_are_cleared():
-    memory = Memory()
+    memory = NamedMemory()
     here = Counts(WorkerGroup(memory, 0, 3))
     here.requests[here.column] = 2
     subprocess.run([sys.executable, "-c", WRITER, str(memory.fd)], pass_fds=[memory.fd], check=True)
@@ -26,7 +26,7 @@ def test_counts_of_another_process_are_seen_until_they_are_cleared():
 
 
 def test_a_successor_begins_with_nothing_and_leaves_the_others():
-    memory = Memory()
+    memory = NamedMemory()
     tables = [Table("some", WorkerGroup(memory, n, 2), 2) for n in range(2)]
     tables[0].numbers[0] = 9  # a number outside the rows, which belongs to no process
     for n, table in enumerate(tables):

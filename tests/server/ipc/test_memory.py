@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 
 WRITER = """
 import sys
-from flashpoint_server.ipc.memory import Memory
-memory = Memory(int(sys.argv[1]))
+from flashpoint_server.ipc.memory import NamedMemory
+memory = NamedMemory(int(sys.argv[1]))
 for n in range(int(sys.argv[2]), 200, 2):
     block, _ = memory.block(f"b{n // 2}", 5000)  # both writers want each block
     block[int(sys.argv[2])] = 1 + n % 250
@@ -19,7 +19,7 @@ for n in range(int(sys.argv[2]), 200, 2):
 
 
 def test_blocks_have_one_place_for_all_processes():
-    memory = Memory()
+    memory = NamedMemory()
     first, _ = memory.block("first", 10)
     first[:5] = b"hello"
     command = [sys.executable, "-c", WRITER, str(memory.fd)]
@@ -29,11 +29,11 @@ def test_blocks_have_one_place_for_all_processes():
     for n in range(100):
         block, _ = memory.block(f"b{n}", 5000)
         assert list(block[:2]) == [1 + 2 * n % 250, 1 + (2 * n + 1) % 250]
-    assert Memory(memory.fd).block("first", 10)[0][:5] == b"hello"
+    assert NamedMemory(memory.fd).block("first", 10)[0][:5] == b"hello"
 
 
 def test_threads_of_a_process_make_a_block_once():
-    memory, start, offsets = Memory(), threading.Barrier(4), []
+    memory, start, offsets = NamedMemory(), threading.Barrier(4), []
 
     def make():
         start.wait()
@@ -48,8 +48,8 @@ def test_threads_of_a_process_make_a_block_once():
 
 
 def test_a_lock_excludes_other_memories_of_the_same_file():
-    one = Memory()
-    other = Memory(one.fd)
+    one = NamedMemory()
+    other = NamedMemory(one.fd)
     _, offset = one.block("a", 1)
     with one.locked(offset, 1):
         with pytest.raises(BlockingIOError), other.locked(offset, 1):
@@ -62,10 +62,10 @@ def test_a_lock_excludes_other_memories_of_the_same_file():
 
 FULL = """
 import resource, signal, sys
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.ipc.counts import WorkerGroup
-memory = Memory()
+memory = NamedMemory()
 metrics = Metrics(WorkerGroup(memory, 0, 2))
 resource.setrlimit(resource.RLIMIT_FSIZE, (memory.block("last", 1)[1] + 4096,) * 2)  # the file cannot grow any more
 try:

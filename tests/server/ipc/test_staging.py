@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.http.body import MOST_AT_ONCE, BodyBuffer
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.staging import (
     ALIGNMENT,
     GROWTH,
@@ -189,7 +189,7 @@ def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_anot
 
     If the pool of one process finds no memory, `make_room` of the others frees their unused memory.
     """
-    memory = Memory()
+    memory = NamedMemory()
     one, two = (Pool(3 * GROWTH, counts=Counts(WorkerGroup(memory, n, 2))) for n in range(2))
     large, small = one.take(2 * GROWTH), one.take(SMALLEST)
     large.release()  # the pool keeps its segment
@@ -207,7 +207,7 @@ def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_anot
 
 
 def test_a_pool_starts_where_others_have_taken_all():
-    memory = Memory()
+    memory = NamedMemory()
     one, two = (Pool(GROWTH, counts=Counts(WorkerGroup(memory, n, 2))) for n in range(2))
     one.take(GROWTH)
     two.warm()

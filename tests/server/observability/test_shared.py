@@ -4,16 +4,16 @@ import subprocess
 import sys
 
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.observability import shared
 
 WORKER = """
 import sys
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.memory import Memory
+from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.observability.metrics import Metrics
 fd, number, requests = map(int, sys.argv[1:])
-metrics = Metrics(WorkerGroup(Memory(fd), number, 2))
+metrics = Metrics(WorkerGroup(NamedMemory(fd), number, 2))
 for n in range(requests):
     metrics._count_ended("/r\\"é" + "x" * 200, "200", "ok", "alice", 0.003 * (n + 1), 10, 20)
 metrics.queue(requests=number + 1, oldest_seconds=number)
@@ -31,7 +31,7 @@ def counted(memory, number, requests):
 
 
 def test_counts_of_all_processes_are_summed_also_after_their_deaths():
-    memory = Memory()
+    memory = NamedMemory()
     assert counted(memory, 0, 3)["flashpoint_received_bytes_total"] == 30
     both = counted(memory, 1, 4)
     assert both["flashpoint_received_bytes_total"] == 70
@@ -48,7 +48,7 @@ def test_counts_of_all_processes_are_summed_also_after_their_deaths():
 
 
 def test_many_series_take_several_chunks():
-    memory = Memory()
+    memory = NamedMemory()
     WorkerGroup(memory)
     values = shared._Values(memory, "counter", 0)
     keys = [f'["m", "m_total", {{"n": "{n}"}}, "help"]' for n in range(5000)]
