@@ -59,6 +59,9 @@ def start_service(**how):
 
 # Most CPU seconds of one step of a server's event loop: ten times what a step may need, as caches may be cold.
 LONGEST_STEP = 0.05
+# Steps of microseconds, ten a second in each server. If even one of these takes milliseconds, a host that takes away
+# processors disturbs the CPU clock of threads, and steps within AROUND seconds of it prove nothing.
+TRIVIAL, AROUND = ("Service.keep_timing", "_set_result_unless_cancelled"), 1.0
 RECORD = os.environ.get("FLASHPOINT_TEST_STEPS")  # a file for a line of JSON for each step over 5 ms, with its test
 
 
@@ -70,7 +73,12 @@ def steps(request):
     if RECORD and noted:
         with open(RECORD, "a", encoding="utf-8") as file:
             file.write("".join(f"{json.dumps(line)}\n" for line in noted))
-    long = [line for line in noted if line["seconds"] > LONGEST_STEP]
+    disturbed = [line["at"] for line in noted if line["step"] in TRIVIAL]
+    long = [
+        line
+        for line in noted
+        if line["seconds"] > LONGEST_STEP and not any(abs(line["at"] - at) < AROUND for at in disturbed)
+    ]
     assert not long, f"the event loop of a server ran for too long: {long}"
 
 

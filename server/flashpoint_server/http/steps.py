@@ -56,7 +56,12 @@ class _Steps:
             self._inside = False
             seconds = time.thread_time() - self._garbage - began
             if seconds > NOTED and self.listening:
-                line = {"seconds": round(seconds, 6), "step": _name(callback), "pid": os.getpid()}
+                line = {
+                    "seconds": round(seconds, 6),
+                    "step": _name(callback),
+                    "at": time.monotonic(),
+                    "pid": os.getpid(),
+                }
                 os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
