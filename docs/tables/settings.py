@@ -199,9 +199,10 @@ def _bounds() -> dict[str, tuple[Bound, ...]]:
                 ("cache_bytes",),
                 "429 `cache_memory`; 413 `work_too_large` if it never fits",
             ),
-            Bound(
-                "the same of one key", "`cache_bytes` of the [key](../security.md#keys)", "429 `key_limit`", (quota,)
-            ),
+            Bound("number of caches and saved forwards of an engine", ("cache_count",), "429 `cache_memory`"),
+            Bound("the same of one key", "`cache_count` of the [key](../security.md#keys)", "429 `key_limit`"),
+            Bound("caches in an answer of `GET /caches`", "100, at most 1,000", "`next` is the next page's `after`"),
+            Bound("bytes of one key", "`cache_bytes` of the [key](../security.md#keys)", "429 `key_limit`", (quota,)),
             Bound(
                 "caches of a call; layers of a cache; layers of all caches that a call makes",
                 f"{MOST_CACHES:,}; {MOST_LAYERS}; {MOST_MADE:,}",

@@ -27,13 +27,13 @@ class Clock:
         return self.now
 
 
-def store_of(limit=LIMIT, clock=None, paged=False):
-    return CacheStore(Ledger(limit, clock or Clock()), TTL, paged=paged)
+def store_of(limit=LIMIT, clock=None, paged=False, most=1 << 16):
+    return CacheStore(Ledger(limit, clock or Clock(), most), TTL, paged=paged)
 
 
 def create(store, owner="alice", count=1, **how):
     request = {"max_length": None, "keep": [None] * LAYERS, "ttl": None, **how}
-    terms = Terms(owner, request.pop("quota", None), request.pop("key", ""))
+    terms = Terms(owner, request.pop("quota", None), request.pop("key", ""), most=request.pop("most", None))
     return [record.serial for record in store.create(terms, SHAPE, count, **request)]
 
 

@@ -72,7 +72,7 @@ class Quota:
         }
         self._rates = {what: rate for what, rate in rates.items() if rate is not None}
         self._concurrent = entry.concurrent
-        self.cache_bytes = entry.cache_bytes
+        self.cache_bytes, self.cache_count = entry.cache_bytes, entry.cache_count
         self._spent = spent
 
     def take(self, what: What, cost: float) -> None:

@@ -78,6 +78,7 @@ def key(
     cache_bytes: Annotated[
         int | None, _limit("Maximum bytes of KV caches and saved forwards in each engine; each fork counts in full.")
     ] = None,
+    cache_count: Annotated[int | None, _limit("Maximum number of KV caches and saved forwards in each engine.")] = None,
 ) -> int:
     """Make an API key, and add its entry to a key file.
 
@@ -122,6 +123,7 @@ def key(
         "compute_seconds_per_second": compute_seconds_per_second,
         "concurrent": concurrent,
         "cache_bytes": cache_bytes,
+        "cache_count": cache_count,
     }
     limits = {limit: value for limit, value in given.items() if value is not None}
     for limit, value in limits.items():

@@ -51,6 +51,8 @@ class KeyEntry(BaseModel):
     """maximum number of compute requests at the same time"""
     cache_bytes: Annotated[int, Field(ge=0, strict=True)] | None = None
     """maximum bytes of caches and saved forwards in each engine; memory shared by forks counts for each fork"""
+    cache_count: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """maximum number of caches and saved forwards in each engine"""
 
     @property
     def hashes(self) -> tuple[str, ...]:

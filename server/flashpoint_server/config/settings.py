@@ -137,6 +137,8 @@ class Settings(BaseSettings):
     """maximum bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
     cache_bytes: Annotated[int, Field(ge=0), _SIZED] = 4096 * MIB
     """maximum bytes of caches and saved forwards in each engine; a GPU reserves them at the first cache. 0: neither"""
+    cache_count: Annotated[int, Field(ge=1)] = 1 << 16
+    """maximum number of caches and saved forwards in each engine"""
     cache_ttl: Seconds = 600.0
     """default time to live of a cache in seconds, from its last use"""
     cache_secret: SecretStr | None = None

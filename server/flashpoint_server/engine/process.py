@@ -48,6 +48,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     parser.add_argument("--benchmark-slice-ms", type=float, required=True)
     parser.add_argument("--benchmark-keep", type=float, required=True)
     parser.add_argument("--cache-bytes", type=int, required=True)
+    parser.add_argument("--cache-count", type=int, required=True)
     parser.add_argument("--cache-ttl", type=float, required=True)
     parser.add_argument("--saved-ttl", type=float, required=True)
     parser.add_argument("--verify-rate", type=float, required=True)
@@ -83,7 +84,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
         return CANNOT_WORK
     budget = Budget(arguments.batch_flops, arguments.batch_bytes, arguments.max_queue_delay)
     waker = Waker()
-    device.ledger = ledger = Ledger(arguments.cache_bytes)
+    device.ledger = ledger = Ledger(arguments.cache_bytes, most=arguments.cache_count)
     device.caches = CacheStore(ledger, arguments.cache_ttl, device.info.name, paged="triton" in device.info.backends)
     device.saved = SavedStore(ledger, arguments.saved_ttl)
     plugins: list[Plugin] = []

@@ -70,6 +70,7 @@ class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
     quota: int | None
     nbytes: int
     head: bytes
+    most: int | None = None  # as in `CacheCall`
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -152,7 +153,10 @@ class CreateCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ListCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Describe all caches of the owner."""
+    """Describe the owner's next caches whose serial is above `after`, at most `limit`."""
+
+    after: int
+    limit: int
 
 
 class LookAtCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -221,6 +225,7 @@ class CacheCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
     caches: tuple[int, ...] = ()
     key: str = ""
     quota: int | None = None
+    most: int | None = None  # the maximum number of the owner's caches and saved forwards
 
     @property
     def serials(self) -> tuple[int, ...]:

@@ -33,7 +33,8 @@ ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4
 ENGINE = "flashpoint_server.engine.process"
 ENGINE_SETTINGS = (
     "batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "benchmark_slice_ms", "benchmark_keep",
-    "cache_bytes", "cache_ttl", "saved_ttl", "verify_rate", "verify_bytes", "verify_action", "log_format", "log_level",
+    "cache_bytes", "cache_count", "cache_ttl", "saved_ttl", "verify_rate", "verify_bytes", "verify_action",
+    "log_format", "log_level",
 )  # fmt: skip
 ENGINE_PATIENCE = 1.0  # seconds for an engine to end after SIGTERM, when no HTTP process needs its answers any more
 STEADY = 30.0  # seconds of running after which a start counts as successful

@@ -23,13 +23,15 @@ STALE = "its idempotency key is older than the cache's last write: this is a lat
 class Terms(NamedTuple):
     """The caller of an operation. `quota` is the maximum number of bytes that `owner` may store; None means no limit.
 
-    `key` is the idempotency key, "" for none, and `payload` the digest of the call that it names.
+    `most` is the maximum number of its caches and saved forwards. `key` is the idempotency key, "" for none, and
+    `payload` the digest of the call that it names.
     """
 
     owner: str
     quota: int | None = None
     key: str = ""
     payload: bytes = b""
+    most: int | None = None
 
 
 @dataclass(eq=False, kw_only=True)

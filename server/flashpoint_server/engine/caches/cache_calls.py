@@ -31,12 +31,12 @@ def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[
     """
     named = (call.operation, call.caches)
     payload = payload_of(named, submit.inputs, memory) if call.key else b""
-    terms, ids = Terms(call.owner, call.quota, call.key, payload), call.caches
+    terms, ids = Terms(call.owner, call.quota, call.key, payload, call.most), call.caches
     match call.operation:
         case CreateCaches() as made:
             return store.create(terms, made.shape, made.count, made.max_length, made.keep, made.ttl)
-        case ListCaches():
-            return store.listed(terms)
+        case ListCaches() as page:
+            return store.listed(terms, page.after, page.limit)
         case ForkCaches() as fork:
             order = [ids[n] for n in fork.order]
             return store.fork(terms, order[: fork.forked], fork.lengths, order[fork.forked :])

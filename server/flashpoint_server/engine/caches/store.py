@@ -72,6 +72,7 @@ class CacheStore:
             chunks = [reserved_chunks(max_length, keep_last) for keep_last in keep] if max_length else [0] * len(sizes)
             base = base_bytes(len(sizes))
             each = base + sum(size.nbytes * CHUNK * n for size, n in zip(sizes, chunks, strict=True))
+            self._ledger.check_number(terms.owner, terms.most, count)
             self._check(terms, each * count, each * count, each * count)
             made: list[StoredCache] = []
             for _ in range(count):
@@ -113,6 +114,7 @@ class CacheStore:
             base = [base_bytes(len(c.tracks)) for c in sources]
             full = [unshared + sum(t.nbytes for t in some) for unshared, some in zip(base, tracks, strict=True)]
             try:
+                self._ledger.check_number(terms.owner, terms.most, len(sources), len(dict.fromkeys(freed)))
                 gone = sum(c.nbytes for c in dict.fromkeys(freed))
                 self._check(terms, sum(base) - freeable(freed), sum(full) - gone, max(base, default=0))
             except Refusal:
@@ -172,10 +174,10 @@ class CacheStore:
         with self._lock:
             return [self.record(cache) for cache in self._find(terms.owner, serials)]
 
-    def listed(self, terms: Terms) -> list[CacheRecord]:
-        """Return descriptions of all caches of the owner."""
+    def listed(self, terms: Terms, after: int = 0, limit: int | None = None) -> list[CacheRecord]:
+        """Return descriptions of the owner's caches with serials above `after`, at most `limit`."""
         with self._lock:
-            return [self.record(cache) for cache in self._ledger.listed(StoredCache, terms.owner)]
+            return [self.record(cache) for cache in self._ledger.listed(StoredCache, terms.owner, after, limit)]
 
     def lengths(self, owner: str, serials: Sequence[int], layer: int) -> Sequence[int]:
         """Return the number of tokens that each of these caches has in a layer. Raises Refusal 404 and 410."""

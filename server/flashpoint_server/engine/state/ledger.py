@@ -54,16 +54,18 @@ T = TypeVar("T", bound=Owned)
 
 
 class Ledger:
-    """The ledger that the module describes. `limit` is in bytes.
+    """The ledger that the module describes. `limit` is in bytes, and `most` is the maximum number of items.
 
     `enter`, `leave`, `keep_owners` and `sweep` acquire `lock`. Hold it to call other methods that change the ledger.
     """
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic, most: int = 1 << 16) -> None:
         self.limit = limit
+        self.most = most
         self.clock = clock
         self.lock = threading.RLock()
         self._items: dict[int, Owned] = {}
+        self._by_owner: dict[str, dict[int, Owned]] = {}  # the items of each owner, in the order of their serials
         self._serials = itertools.count(1)
         self._used = 0
         self.changes = 0  # how often the number of items, or of their bytes, has changed
@@ -111,6 +113,20 @@ class Ledger:
                 "cache_memory", f"{self._used} of {self.limit} bytes are in use, and this call needs {new} more"
             )
 
+    def check_number(self, owner: str, most: int | None, new: int, gone: int = 0) -> None:
+        """Raise Refusal if an owner may not have `new` more items, after `gone` are deleted. `most`: its own limit."""
+        if new > self.most:
+            raise Refusal("work_too_large", f"{new} items exceed the server's limit of {self.most} (--cache-count)")
+        owned = len(self._by_owner.get(owner, ()))
+        if most is not None and owned + new - gone > most:
+            raise Refusal("key_limit", f"the API key has {owned} caches and saved forwards, and its limit is {most}")
+        if len(self._items) + new - gone > self.most:
+            self.due = -math.inf  # free expired items now, not at the next check
+            self.sweep()
+        if (held := len(self._items)) + new - gone > self.most:
+            limit = f"the limit is {self.most} (--cache-count), and this call needs {new} more"
+            raise Refusal("cache_memory", f"the server has {held} caches and saved forwards: {limit}")
+
     def count(self, item: Owned, nbytes: int, new: int) -> None:
         """Count `nbytes` more for an item; `new` of them are not shared with another item."""
         item.nbytes += nbytes
@@ -139,15 +155,19 @@ class Ledger:
         item = self._items.get(serial)
         return item if isinstance(item, of) else None
 
-    def listed(self, of: type[T], owner: str) -> list[T]:
-        """Return an owner's items of a class that have not expired."""
-        now = self.clock()
-        return [item for item in self.all(of) if item.owner == owner and (item.users or now < item.expires)]
+    def listed(self, of: type[T], owner: str, after: int = 0, most: int | None = None) -> list[T]:
+        """Return an owner's items of a class that have not expired, at most `most`, with serials above `after`."""
+        now, items = self.clock(), self._by_owner.get(owner, {}).values()
+        present = (
+            item for item in items
+            if item.serial > after and isinstance(item, of) and (item.users or now < item.expires)
+        )  # fmt: skip
+        return [*itertools.islice(present, most)]
 
     def add(self, item: Owned, nbytes: int, new: int) -> None:
         """Add an item of `nbytes`; `new` of them are not shared with another item."""
         self.due = min(self.due, self.clock() + SWEEP_SECONDS)
-        self._items[item.serial] = item
+        self._items[item.serial] = self._by_owner.setdefault(item.owner, {})[item.serial] = item
         self._counts[item.word] += 1
         self.count(item, nbytes, new)
 
@@ -167,7 +187,9 @@ class Ledger:
 
     def end(self, item: Owned) -> None:
         """Remove an item and free its memory. Later calls on it get 404."""
-        del self._items[item.serial]
+        del self._items[item.serial], self._by_owner[item.owner][item.serial]
+        if not self._by_owner[item.owner]:
+            del self._by_owner[item.owner]
         gone = item.free()
         self._used -= gone
         self.changes += 1

@@ -47,6 +47,7 @@ class SavedStore:
         ledger = self._ledger
         with ledger.lock:
             ledger.sweep()
+            ledger.check_number(save.owner, save.most, 1)
             ledger.check(save.owner, save.quota, save.nbytes, save.nbytes, save.nbytes, SavedForward.kind)
             expires = ledger.clock() + self._ttl
             saved = SavedForward(

@@ -35,8 +35,8 @@ export async function look(sample) {
   if (!allowed) return;
   try {
     const none = sample && !total(sample, "flashpoint_caches");
-    const { caches } = none ? { caches: [] } : await (await call("caches")).json();
-    said.textContent = `Yours: ${number(caches.length)}. ${sample ? ofServer(sample) : ""}`;
+    const { caches, next } = none ? { caches: [] } : await (await call("caches?limit=1000")).json();
+    said.textContent = `Yours: ${next ? "more than " : ""}${number(caches.length)}. ${sample ? ofServer(sample) : ""}`;
     show(caches.sort((a, b) => b.bytes - a.bytes));
     say(panel, "");
   } catch (problem) {

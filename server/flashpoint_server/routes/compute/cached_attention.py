@@ -263,6 +263,11 @@ def idempotency_key(request: RouteRequest) -> str:
     return key
 
 
+def cache_count(request: RouteRequest) -> int | None:
+    """Return the maximum number of the caller's caches and saved forwards; None without a quota."""
+    return None if request.caller.quota is None else request.caller.quota.cache_count
+
+
 def cache_quota(request: RouteRequest) -> int | None:
     """Return the caller's limit in bytes for its caches and saved forwards; None without a quota."""
     return None if request.caller.quota is None else request.caller.quota.cache_bytes

@@ -26,7 +26,7 @@ from flashpoint_server.ipc.bodies import Recall, Save, pack_options
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.compute.cached_attention import cache_quota, set_replica_header
+from flashpoint_server.routes.compute.cached_attention import cache_count, cache_quota, set_replica_header
 from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out, choose
 
 SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
@@ -43,14 +43,14 @@ async def compute_saving(request: RouteRequest, message: TensorMessage, numbers:
         spec = plan_saved(infos := dict(message.inputs), options)
         answer_spec = plan(infos, options, "forward")  # the answer has lse only if the caller requests it
     backend = choose(service.settings, spec, device)
-    owner, quota = request.caller.name, cache_quota(request)
+    owner, quota, most = request.caller.name, cache_quota(request), cache_count(request)
     _check_memory(request, size := saved_bytes(spec), quota)
     head = b""
 
     def save(index: Mapping[str, Any]) -> Save:
         nonlocal head
         head = SavedIds.head(spec, extent_of(spec, index) if index else None)
-        return Save(owner, quota, size, head)
+        return Save(owner, quota, size, head, most)
 
     planned = RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
     nbytes = spec.input_bytes + spec.output_bytes

@@ -15,6 +15,7 @@ from flashpoint_server.routes.tensors.cache_schema import (
     CacheDescription,
     CacheLength,
     CacheList,
+    CachePage,
     CacheRequest,
     DeleteRequest,
     ForkRequest,
@@ -23,7 +24,7 @@ from flashpoint_server.routes.tensors.cache_schema import (
 from flashpoint_server.routes.tensors.saved import SavedDescription, SavedList
 
 _MODELS = (
-    CacheRequest, ForkRequest, DeleteRequest, TruncateRequest, CacheDescription, CacheList, CacheLength,
+    CacheRequest, ForkRequest, DeleteRequest, TruncateRequest, CacheDescription, CacheList, CachePage, CacheLength,
     SavedDescription, SavedList,
 )  # fmt: skip
 _EACH = (
@@ -48,6 +49,10 @@ REPLICA = {
     "description": "The value from an earlier answer about the cache. A balancer routes by it.",
 }  # fmt: skip
 TOLD = text_headers({"X-Flashpoint-Replica": "Send it with the next call, which then reaches the same server."})
+_PAGES = [
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "`next` of the page before."},
+]
 _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
 
 
@@ -69,7 +74,7 @@ _WRITTEN = ("cache_position", "cache_dropped", "cache_stale")  # errors of calls
 _CALLS = (
     CacheRow("post", "/caches", "create_caches", "Create caches", CacheList, CacheRequest, (*_CACHE, *_NEW),
              "kv_heads: has 2 values for 4 layers", 201),
-    CacheRow("get", "/caches", "list_caches", "List your caches", CacheList),
+    CacheRow("get", "/caches", "list_caches", "List your caches", CachePage),
     CacheRow("post", "/caches/fork", "fork_caches", "Fork caches; copies share memory", CacheList, ForkRequest,
              (*_CACHE, *_NEW, *_WRITTEN), "lengths: has 1 numbers for 2 caches", 201),
     CacheRow("post", "/caches/delete", "delete_caches", "Delete several caches, or none of them", None, DeleteRequest,
@@ -99,12 +104,14 @@ def add(document: dict[str, Any]) -> None:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schema.pop("$defs", None)
         schemas[schema["title"]] = schema
-    schemas["CacheList"]["properties"]["caches"]["items"] = reference("Cache")
+    for listed in ("CacheList", "CachePage"):
+        schemas[listed]["properties"]["caches"]["items"] = reference("Cache")
     schemas["SavedList"]["properties"]["saved"]["items"] = reference("SavedForward")
     paths = document["paths"]
     for call in _CALLS:
         paths.setdefault(call.path, {})[call.method] = _operation(call)
     _add_tensors(paths["/caches/{id}/append"]["post"])
+    paths["/caches"]["get"]["parameters"] += _PAGES
     read = paths["/caches/{id}/tensors"]["get"]
     read["parameters"].insert(1, _LAYER)
     read["responses"]["200"]["content"] = {wire.MEDIA_TYPE: _BINARY}

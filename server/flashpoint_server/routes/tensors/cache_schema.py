@@ -90,5 +90,11 @@ class CacheList(BaseModel):
     caches: list[CacheDescription]
 
 
+class CachePage(BaseModel):
+    caches: list[CacheDescription]
+    next: str = ""
+    """`after` of the next page; absent on the last page"""
+
+
 class CacheLength(BaseModel):
     length: int

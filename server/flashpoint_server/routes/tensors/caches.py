@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import (
+    cache_count,
     cache_quota,
     found_caches,
     idempotency_key,
@@ -52,6 +54,8 @@ from flashpoint_server.service import Service
 REQUEST_LIMIT = 8 << 20  # maximum bytes of a JSON body; enough for thousands of ids
 LITTLE = Price(0, 1e-5)  # the estimated cost of a call that computes no attention
 MOST_MADE = 1 << 17  # maximum number of layers in all caches that one call creates
+PAGE, MOST_LISTED = 100, 1000  # default and maximum number of caches in an answer of GET /caches
+_CURSOR = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
@@ -107,10 +111,35 @@ async def create(request: RouteRequest) -> None:
 
 
 async def listed(request: RouteRequest) -> None:
-    every = []
-    for incarnation in request.service.engine.incarnations():
-        every += await _described(request, incarnation, await _ask(request, incarnation, bodies.ListCaches()))
+    """Answer with a page of the caller's caches: engine by engine, each in the order of creation."""
+    limit, start, after = page_of(request)
+    every: list[dict[str, Any]] = []
+    for incarnation in sorted(request.service.engine.incarnations()):
+        if incarnation < start:
+            continue
+        page = bodies.ListCaches(after if incarnation == start else 0, limit + 1 - len(every))
+        records = await _ask(request, incarnation, page)
+        if len(records) == page.limit:  # there is one more than the page has
+            records = records[:-1]
+            every += await _described(request, incarnation, records)
+            last = incarnation, records[-1].serial if records else page.after
+            await send_list(request, 200, "caches", every, next=f"{last[0]}-{last[1]}")
+            return
+        every += await _described(request, incarnation, records)
     await send_list(request, 200, "caches", every)
+
+
+def page_of(request: RouteRequest) -> tuple[int, int, int]:
+    """Return `limit`, and the engine and the serial in `after`, of a query for a page of a list. Raises Refusal 422."""
+    given = parse_qs(request.query, keep_blank_values=True)
+    if unknown := [name for name in given if name not in ("limit", "after")]:
+        raise invalid([(name, "unknown parameter; known are limit and after") for name in unknown])
+    limit, after = given.get("limit", [f"{PAGE}"])[-1], given.get("after", ["0-0"])[-1]
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= MOST_LISTED):
+        raise invalid([("limit", f"must be an integer from 1 to {MOST_LISTED}")])
+    if (place := _CURSOR.fullmatch(after)) is None:
+        raise invalid([("after", "must be the `next` of an earlier answer")])
+    return int(limit), int(place[1]), int(place[2])
 
 
 async def look(request: RouteRequest) -> None:
@@ -286,7 +315,7 @@ async def _ask(
     staging = staging or stage_nothing(request)
     serials = tuple([one.serial for one in ids])
     key = idempotency_key(request) if request.exchange.method in ("POST", "DELETE") else ""
-    call = CacheCall(request.caller.name, operation, serials, key, cache_quota(request))
+    call = CacheCall(request.caller.name, operation, serials, key, cache_quota(request), cache_count(request))
     job = make_job(request, call, staging, LITTLE, partial(Job, incarnation=incarnation))
     return (await submit(request, job)).caches
 

@@ -15,7 +15,7 @@ from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
 from flashpoint_server.routes.compute.saved_forward import found_saved
 from flashpoint_server.routes.pipeline import RouteRequest, make_job, submit
-from flashpoint_server.routes.tensors.caches import LITTLE, route, send_json, stage_nothing
+from flashpoint_server.routes.tensors.caches import LITTLE, route, send_json, send_list, stage_nothing
 from flashpoint_server.service import Service
 
 
@@ -53,7 +53,7 @@ async def listed(request: RouteRequest) -> None:
             every += [_described(request, incarnation, one) for one in records]
             more = len(records) == MOST_LISTED
             after = records[-1].serial if records else 0
-    await send_json(request, 200, {"saved": every})
+    await send_list(request, 200, "saved", every)
 
 
 async def look(request: RouteRequest) -> None:

@@ -344,6 +344,30 @@ def test_a_key_of_another_payload_is_refused_before_anything_else():
     assert store.create(terms("d", b"his", "bob"), SHAPE, 1, None, [None] * LAYERS, None)
 
 
+def test_the_number_of_caches_is_limited_for_the_server_and_for_each_key():
+    store = store_of(most=4)
+    refused("work_too_large", create, store, count=5)
+    made = create(store, count=2, most=2)
+    refused("key_limit", create, store, most=2)
+    create(store, "bob", count=2)
+    refused("cache_memory", create, store, "bob")
+    refused("cache_memory", store.fork, Terms("alice"), [made[0]], None, [])
+    assert store.fork(Terms("alice", most=2), [made[0]], None, [made[1]])
+    assert len(store.listed(Terms("alice"))) == 2
+    store._ledger.clock.now += TTL
+    assert create(store, count=4)  # all others have expired
+
+
+def test_a_list_has_pages_of_the_owners_own_caches():
+    store = store_of()
+    made = [create(store, owner)[0] for owner in ("alice", "bob") * 5]
+    store.delete(Terms("alice"), [made[4]])
+    mine = [serial for serial in made[::2] if serial != made[4]]
+    assert [one.serial for one in store.listed(Terms("alice"), 0, 3)] == mine[:3]
+    assert [one.serial for one in store.listed(Terms("alice"), mine[2], 3)] == mine[3:]
+    assert store.listed(Terms("carol"), 0, 3) == []
+
+
 def test_a_reserved_cache_takes_its_memory_at_once_and_keeps_it():
     store = store_of()
     (serial,) = create(store, max_length=2 * CHUNK)

@@ -47,7 +47,7 @@ def test_a_cache_in_use_does_not_expire_and_one_that_has_is_known_for_an_hour():
 
 def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
     monkeypatch.setattr("flashpoint_server.engine.state.ledger.TOMBSTONES", 8)
-    monkeypatch.setattr("flashpoint_server.engine.caches.store.ANSWERS", 8)
+    monkeypatch.setattr("flashpoint_server.engine.caches.idempotency.ANSWERS", 8)
     clock = Clock()
     store = store_of(clock=clock)
     first = create(store, "bob", key="mine")

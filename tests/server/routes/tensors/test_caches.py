@@ -226,3 +226,23 @@ def test_a_creation_that_its_engine_had_not_begun_may_be_sent_again(start_server
         for one in requests:
             problem(one.result(), 503, "engine_lost")
     wait_for(lambda: post(server, "/caches", b"{}", JSON).status == 201, lambda: "no cache is made again")
+
+
+def test_a_list_of_caches_has_pages(cache_server):
+    made = created(cache_server, count=5)
+
+    def page(query):
+        answer = ask(cache_server, f"/caches{query}", **bearer("alice"))
+        assert answer.status == 200, answer
+        return [one["id"] for one in answer.json["caches"]], answer.json.get("next")
+
+    assert page("") == page("?limit=5") == (made, None)
+    first, after = page("?limit=2")
+    second, end = page(f"?limit=2&after={after}")
+    assert (first, second) == (made[:2], made[2:4])
+    posted(cache_server, "/caches/delete", {"caches": [made[3]]})  # the last one of a page may be gone
+    assert page(f"?after={end}") == ([made[4]], None)
+    for query in ("?limit=0", "?limit=1001", "?limit=x", "?after=x", f"?after={made[0]}", "?page=2"):
+        problem(ask(cache_server, f"/caches{query}", **bearer("alice")), 422, "invalid_request")
+    assert ask(cache_server, "/caches", **bearer("bob")).json == {"caches": []}
+    posted(cache_server, "/caches/delete", {"caches": [one for one in made if one != made[3]]})
