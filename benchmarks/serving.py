@@ -97,11 +97,11 @@ def process(command: Sequence[str], variables: Mapping[str, str] | None = None, 
 
 
 @contextlib.contextmanager
-def service(device: str = "cpu") -> Iterator[tuple[Child, int, float]]:
+def service(device: str = "cpu", *flags: str) -> Iterator[tuple[Child, int, float]]:
     """Run `flashpoint serve`; yield its process, its port, and the seconds that it took to become ready."""
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
-        command = [sys.executable, "-P", "-m", "flashpoint_server.cli.serve", "--port", "0", "--device", device]
+        command = [sys.executable, "-P", "-m", "flashpoint_server.cli.serve", "--port", "0", "--device", device, *flags]
         with process(command, stderr=log) as child:
             port = until(lambda: listening(log.fileno()), child)
             until(lambda: ready(port), child)

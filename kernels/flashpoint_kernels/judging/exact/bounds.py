@@ -133,7 +133,9 @@ class _Rows:
         self.group = spec.q_heads // spec.kv_heads
         self.queries, self.keys = rows[0].q_len, rows[0].kv_len
         self.x = {name: t.double() for name, t in x.items() if name in ("q", "do", "dlse")}
-        self.k, self.v = x["k"].double(), x["v"].double()
+        self.k = x["k"].double()
+        pause()
+        self.v = x["v"].double()
         if spec.quantized:
             self.k = scaled(x["k"], x["k_scale"], torch.float64)
             self.v = scaled(x["v"], x["v_scale"], torch.float64)
@@ -304,6 +306,7 @@ class _Chunk:
         to, root = self.unit.to, abs(scale) ** 0.5
 
         def off(t: Tensor) -> Tensor:
+            self.batch.pause()
             return (rounded(t, to) - t).abs()
 
         of_q = self.by_keys(off(q * scale), k.abs())
@@ -349,6 +352,7 @@ class _Chunk:
             bound = bound + (unit.half + _SUM * unit.w * length + unit.tf32) * sizes
             bound = bound + _ROUND * unit.u * o.abs() + 2 * unit.eta * visible + unit.tiny
             bounds.append(bound if quantized is None else bound + quantized)
+        batch.pause()
         largest = (
             batch.v.abs().amax((2, 3)).repeat_interleave(batch.group, 1)[..., None, None] if batch.keys else 0 * total
         )
@@ -356,6 +360,7 @@ class _Chunk:
         if batch.keys and self.z is None:
             # Without dropout, a weighted average lies between the smallest and the largest value (with a sink, 0 is one
             # of the values). So the error of an average is at most the larger distance of o to these two.
+            batch.pause()
             slack = 2 * unit.u * largest + unit.tiny
             high = batch.v.amax(2, keepdim=True).repeat_interleave(batch.group, 1)
             low = batch.v.amin(2, keepdim=True).repeat_interleave(batch.group, 1)
@@ -401,6 +406,7 @@ class _Chunk:
             return sizes, [
                 self.onto_keys(z * r, batch.v.abs()) + o.abs() * (self.p * r).sum(-1, keepdim=True) for r in self.r
             ]
+        batch.pause()
         centre = batch.v.mean(2, keepdim=True)
         heads = centre.repeat_interleave(batch.group, 1)
         partial_bounds = []

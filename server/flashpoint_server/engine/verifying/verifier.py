@@ -33,7 +33,7 @@ from flashpoint_server.ipc.messages import AnswerVerified, StartBenchmark, StopJ
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 QUIET = 0.01  # seconds without a request before a slice: a caller that sends one request after another never meets one
-SLICE = 0.002  # seconds after which a slice ends at the next pause, and pauses are at most 3 ms apart
+SLICE = 0.0015  # seconds after which a slice ends at the next pause, which is at most 3 ms away on one free core
 HELD_SECONDS = 60.0  # seconds after which a copy is dropped
 ENOUGH = 2  # wrong answers after which the action `drain` withdraws the server
 
