@@ -69,7 +69,7 @@ def _nothing() -> None: ...
 
 
 def limits(
-    problem: Problem, names: Sequence[str], block: Callable[[], None] = _nothing, *, chunk: int = CHUNK,
+    problem: Problem, names: Sequence[str], block: Callable[[], None] = _nothing, *, chunk: int | None = None,
     queries: range | None = None, pause: Callable[[], None] = _nothing,
 ) -> tuple[dict[str, Limits], Tensor]:  # fmt: skip
     """Return the limits of the answers `names`, and which rows are ill-posed (bool, of lse's shape).
@@ -78,7 +78,7 @@ def limits(
         problem: A problem of either direction. `o` and `lse` of the caller are not used. Gradients need `do`.
         names: Any of o, lse, dq, dk, dv, dattn_mask, dsinks.
         block: Called before each block of the computation. If it raises, the computation ends.
-        chunk: Maximum scores of a block, unless one query has more.
+        chunk: Maximum scores of a block, unless one query has more; CHUNK by default.
         queries: Compute only these queries of each sequence; dk, dv and gradients that are sums need all.
         pause: Called between the matrix products of a block. If it raises, the computation ends.
     """
@@ -98,7 +98,7 @@ def limits(
     together = lambda row: max(1, CHUNK // max(1, spec.q_heads * row.q_len * row.kv_len))  # noqa: E731
     for (rows, x), (_, s), (_, allowed) in zip(*(view.batches(together) for view in views), strict=True):
         batch = _Rows(problem, rows, x, (x, s, allowed), parts, ill, pause)
-        batch.solve(block, chunk, range(batch.queries) if queries is None else queries)
+        batch.solve(block, chunk or CHUNK, range(batch.queries) if queries is None else queries)
     return {n: Limits(parts[0][n], parts[1][n] * SAFETY, parts[2][n] * SAFETY) for n in names}, ill
 
 
