@@ -6,6 +6,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ from tests.support.sweep.check import check
 ROOT = Path(__file__).parents[2]
 # A failing case is printed as it was drawn: to shrink it takes longer than to read it.
 PHASES = list(Phase) if EXPLORING else [Phase.explicit, Phase.generate]
+
+
+CASES = 100  # of a level, in `make test`
 
 
 def sweep(quick: int, full: int) -> settings:
@@ -43,7 +47,7 @@ def of_level(level: str, count: int, longest: int, *more: str) -> None:
 # Cases of up to 200 queries and keys: a block of AMX has 96 queries.
 @pytest.mark.parametrize("level", guards.levels())
 def test_cpu_with_small_blocks(level: str) -> None:
-    of_level(level, 12_000 if EXPLORING else 70, 200 if level == "amx" else 150)
+    of_level(level, 12_000 if EXPLORING else CASES, 200 if level == "amx" else 150)
 
 
 @pytest.mark.slow
@@ -52,8 +56,8 @@ def test_cpu_with_its_own_blocks(level: str) -> None:
     of_level(level, 300 if EXPLORING else 60, 300, "usual")
 
 
-@pytest.fixture(scope="module")
-def small_tiles() -> Iterator[None]:
+@contextmanager
+def smallest_tiles() -> Iterator[None]:
     """Make the tiles of `tiled` and of Triton's interpreter as small as they can be."""
     with pytest.MonkeyPatch.context() as patch:
         for name, tile in (("FORWARD_TILE", (16, 24)), ("BACKWARD_TILE", (24, 16))):
@@ -67,6 +71,12 @@ def small_tiles() -> Iterator[None]:
         forget()
         yield
     forget()
+
+
+@pytest.fixture(scope="module")
+def small_tiles() -> Iterator[None]:
+    with smallest_tiles():
+        yield
 
 
 @sweep(100, 20_000)

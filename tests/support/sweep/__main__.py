@@ -23,18 +23,22 @@ BACKEND = "cpu"
 
 def main() -> None:
     path, level, count, longest = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    blocks = guards.USUAL[level] if "usual" in sys.argv else guards.SMALL[level]
-    exploring = bool(os.environ.get("FLASHPOINT_TEST_EXPLORE"))
     faulthandler.enable()
+    began = time.monotonic()
+    sweep_level(path, level, count, longest, guards.USUAL[level] if "usual" in sys.argv else guards.SMALL[level])
+    print(f"{count} cases on {level} in {time.monotonic() - began:.1f} s")
+
+
+def sweep_level(path: Path, level: str, count: int, longest: int, blocks: guards.Blocks) -> None:
+    """Check cases on one level of a library with these blocks."""
     torch.set_num_threads(3)
     guards.use(path, level, blocks)
-    sizes = guards.SMALL[level]
+    sizes, exploring = guards.SMALL[level], bool(os.environ.get("FLASHPOINT_TEST_EXPLORE"))
     q_lens = edges([sizes.queries, sizes.forward.get("STRIP", 32), sizes.part], longest)
     kv_lens = edges([sizes.backward["KEYS"], sizes.forward["BLOCK"], sizes.chunk], longest)
     # hypothesis would run a failing case again, and its parts: the process has one case to report
     phases = [Phase.generate] + [Phase.shrink] * exploring
     types = ["bfloat16"] if level == "amx" else ["float32", "float16", "bfloat16"]
-    began = time.monotonic()
 
     @settings(
         max_examples=count, deadline=None, database=None, derandomize=not exploring, phases=phases,
@@ -45,7 +49,6 @@ def main() -> None:
         check(case, BACKEND)
 
     sweep()
-    print(f"{count} cases on {level} in {time.monotonic() - began:.1f} s")
 
 
 if __name__ == "__main__":
