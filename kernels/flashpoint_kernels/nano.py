@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashpoint_contract.options import Options
-from flashpoint_kernels.problems.memory import check_memory
+from flashpoint_kernels.problems.memory import in_memory
 from flashpoint_kernels.triton_backend.host.config import chip_of, padded
 from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
 from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED, cast, dot
@@ -106,7 +106,9 @@ def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tup
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, but must all be float16, bfloat16 or float32"
         )
-    check_memory(q=q, k=k, v=v)
+    if torch._C._is_tracing():
+        raise RuntimeError("torch.jit.trace cannot record nano_attention: trace `attention`, which is an operator")
+    q, k, v = map(in_memory, "qkv", (q, k, v))
     (*heads, q_len, dim), kv_len = q.shape, k.shape[-2]
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)

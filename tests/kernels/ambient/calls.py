@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 import flashpoint_kernels as kernels
-from flashpoint_kernels import Options, Problem, flash_attn, modules
+from flashpoint_kernels import Options, Problem, flash_attn, modules, nano
 from flashpoint_kernels.flash_attn import bert_padding
 from flashpoint_kernels.flash_attn.layers import rotary
+from flashpoint_kernels.judging import values
+from flashpoint_kernels.judging.cases import Case
 
 Tensors = dict[str, Tensor]
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -408,6 +410,13 @@ differentiable(
 CALLS["Block"] = dataclasses.replace(CALLS["Block"], of_torch=True)
 
 
+alone(
+    "nano_attention",
+    lambda: {n: normal(1, 2, 20, 16, seed=ord(n)) for n in "qkv"},
+    lambda t: nano.nano_attention(t["q"], t["k"], t["v"], True),
+)
+
+
 # ---- judges ----
 
 
@@ -419,3 +428,16 @@ def verified(t: Tensors) -> Mapping[str, Tensor]:
 
 alone("verify", qkv(q_len=8, kv_len=12), verified)
 alone("verify bfloat16", qkv(q_len=8, kv_len=12, dtype=BF16), verified)
+
+
+def drawn(t: Tensors) -> Mapping[str, Tensor]:
+    """Return the judge's values of each kind."""
+    case = Case(batch=2, q_heads=2, kv_heads=1, q_len=20, kv_len=30, mask="float", extras=("alibi_slopes", "sinks"))
+    found = {}
+    for kind in values.KINDS:
+        tensors = values.draw(dataclasses.replace(case, values=kind))
+        found |= {f"{kind}-{name}": x for name, x in tensors.items()}
+    return found
+
+
+alone("judge's values", dict, drawn)

@@ -22,11 +22,11 @@ _FREED = (  # the second and third are torch's own words, for views of such a te
 )
 _REFUSED_BY_TRACE = (
     "gradients of attention cannot be computed inside torch.jit.trace",
-    "torch.jit.trace cannot record a Problem",
+    "torch.jit.trace cannot record",
     "score_mod: is not available under torch.jit.trace",
     "cu_seqlens_q: must start at 0, never decrease, and end at",  # a trace cannot read where the last sequence ends
 )
-_BY_ADDRESS = ("run", "verify", "verify bfloat16")  # functions below torch's dispatcher
+_BY_ADDRESS = ("run", "verify", "verify bfloat16", "nano_attention")  # functions below torch's dispatcher
 _CAPTURED = {("flex_attention", "bias"), ("create_block_mask rule", "x")}
 
 
@@ -144,6 +144,8 @@ def test_jit_trace_records_or_refuses() -> None:
     wrong = {}
     for name, call in CALLS.items():
         inputs = call.inputs()
+        if not inputs:  # a trace records functions of tensors
+            continue
         expected = answers_of(call, inputs)
         try:
             traced = torch.jit.trace(of_values(call, list(inputs)), tuple(inputs.values()), check_trace=False)
