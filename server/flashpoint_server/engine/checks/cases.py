@@ -26,14 +26,14 @@ class _Draw:
     """Reproducible numbers."""
 
     def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(67)
+        self._generator = torch.Generator("cpu").manual_seed(67)
 
     def __call__(self, *shape: int) -> Tensor:
-        t = torch.randn(shape, generator=self._generator)
+        t = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
         return t.mul_(32).round_().clamp_(-127, 127).div_(32).double()
 
     def true(self, *shape: int, share: float) -> Tensor:
-        return torch.rand(shape, generator=self._generator) < share
+        return torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu") < share
 
 
 def cases(queries: int, keys: int) -> Iterator[Case]:

@@ -107,14 +107,14 @@ class Case:
 
     def _ahead(self) -> Tensor:
         """Return how far key j is ahead of query i: (B, 1, Sq, Sk)."""
-        i, j = torch.arange(self.q.shape[2]), torch.arange(self.k.shape[2])
-        return (j - i[:, None]) - torch.tensor(self.offsets).view(-1, 1, 1, 1)
+        i, j = _each(self.q.shape[2]), _each(self.k.shape[2])
+        return (j - i[:, None]) - _of_sequences(self.offsets)
 
     def _seen(self, ahead: Tensor) -> Tensor:
-        i, j = torch.arange(self.q.shape[2])[:, None], torch.arange(self.k.shape[2])
+        i, j = _each(self.q.shape[2])[:, None], _each(self.k.shape[2])
         left, right = self.options.get("window", (-1, -1))
-        seen = j < torch.tensor(self.kv_lengths).view(-1, 1, 1, 1)
-        seen = seen & (i < torch.tensor(self.q_lengths).view(-1, 1, 1, 1))
+        seen = j < _of_sequences(self.kv_lengths)
+        seen = seen & (i < _of_sequences(self.q_lengths))
         if self.options.get("causal"):
             seen = seen & (ahead <= 0)
         if left >= 0:
@@ -136,8 +136,17 @@ class Case:
 
     def _valid(self) -> Tensor:
         """Return 1.0 for each query that is a row of its sequence, else 0: (B, 1, Sq, 1)."""
-        lengths = torch.tensor(self.q_lengths).view(-1, 1, 1, 1)
-        return (torch.arange(self.q.shape[2])[:, None] < lengths).double()
+        lengths = _of_sequences(self.q_lengths)
+        return (_each(self.q.shape[2])[:, None] < lengths).double()
+
+
+def _each(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device="cpu")
+
+
+def _of_sequences(numbers: list[int]) -> Tensor:
+    """Return one number for each sequence: (B, 1, 1, 1)."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 1, 1, 1)
 
 
 def _of_groups(t: Tensor, group: int) -> Tensor:

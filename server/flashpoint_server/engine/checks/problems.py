@@ -71,8 +71,10 @@ def _given(case: Case, names: Iterable[str], dtype: torch.dtype, device: str) ->
             device, t.dtype if t.dtype == torch.bool else dtype if name == "attn_mask" else torch.float32
         )
     if case.given_offsets:
-        given["offset"] = torch.tensor(case.offsets)
-    queries, keys = (torch.tensor(lengths) for lengths in (case.q_lengths, case.kv_lengths))
+        given["offset"] = torch.tensor(case.offsets, dtype=torch.int64, device="cpu")
+    queries, keys = (
+        torch.tensor(lengths, dtype=torch.int64, device="cpu") for lengths in (case.q_lengths, case.kv_lengths)
+    )
     if case.layout == "thd":
         given |= {f"cu_seqlens_{side}": _edges(t) for side, t in (("q", queries), ("k", keys))}
     elif case.pages:
@@ -93,8 +95,8 @@ def _laid(case: Case, name: str, t: Tensor) -> Tensor:
         return t
     if case.layout == "bshd":
         return t.transpose(1, 2).contiguous()
-    lengths = torch.tensor(case.kv_lengths if of_keys else case.q_lengths)
-    valid = torch.arange(t.shape[2]) < lengths[:, None]
+    lengths = torch.tensor(case.kv_lengths if of_keys else case.q_lengths, dtype=torch.int64, device="cpu")
+    valid = torch.arange(t.shape[2], dtype=torch.int64, device="cpu") < lengths[:, None]
     rows = t.transpose(1, 2)[valid]
     return rows.T.contiguous() if name == "lse" else rows
 
@@ -102,7 +104,7 @@ def _laid(case: Case, name: str, t: Tensor) -> Tensor:
 def _table(case: Case) -> Tensor:
     """Return the page numbers, (B, pages): forks begin with the same pages, and pages follow in descending order."""
     count, common = -(-case.k.shape[2] // case.pages), case.forks // case.pages
-    table = torch.arange(len(case.kv_lengths) * count, dtype=torch.int32).flip(0).view(-1, count)
+    table = torch.arange(len(case.kv_lengths) * count, dtype=torch.int32, device="cpu").flip(0).view(-1, count)
     table[:, :common] = table[0, :common].clone()
     return table
 

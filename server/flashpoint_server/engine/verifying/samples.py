@@ -160,7 +160,7 @@ def views(source: Source, piece: Piece, outputs: Mapping[str, Tensor]) -> tuple[
         size = spec.options.block_size
         blocks = _cut(problem.block_part([row]), 1, piece.heads)
         tensors["block_mask"] = blocks[:, :, : -(-queries.stop // size[0]), : -(-keys.stop // size[1])]
-    tensors["offset"] = torch.tensor([row.offset + queries.start - keys.start], dtype=torch.int64)
+    tensors["offset"] = torch.tensor([row.offset + queries.start - keys.start], dtype=torch.int64, device="cpu")
     answers = {}
     for name, t in outputs.items():
         if name in ("o", "lse", "dq"):
