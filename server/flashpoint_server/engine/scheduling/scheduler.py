@@ -266,7 +266,7 @@ class Scheduler:
                     if now < self._holding + HOLD_SECONDS:
                         return None  # nothing else starts, so the slice runs alone soon
                     plugin.postpone(now)  # the running tasks take too long to wait for
-                elif not self._running:
+                elif not self._running and plugin.due < math.inf:
                     self._wake()  # the listening thread must note when the plugin is due
             self._holding = None
             if not self._waiting.items:
