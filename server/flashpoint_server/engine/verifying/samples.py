@@ -1,7 +1,7 @@
-"""Copy a piece of an answered request: one sequence, one head, some queries, and the keys that these see.
+"""Copy a portion of an answered request: one sequence, one head, some queries, and the keys that these see.
 
-A gradient's piece has all queries of a key/value head if dk or dv were requested and the head is small; else it has dq
-of some queries of one head. The copies hold neither a slot nor a cache.
+A gradient's portion has all queries of a key/value head if dk or dv were requested and the head is small; else it has
+dq of some queries of one head. The copies hold neither a slot nor a cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELEMENTS = 1 << 19  # maximum elements of the keys that one query sees: an opera
 _DRAWS = 4  # attempts to find queries that see so few keys
 
 
-class Piece(NamedTuple):
+class Portion(NamedTuple):
     """A place in a request: sequence `row`, query heads, queries and keys; the last three are ranges."""
 
     row: Row
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Sample:
-    """The copied tensors of a piece, as a problem of one sequence, and the answers of its `rows`."""
+    """The copied tensors of a portion, as a problem of one sequence, and the answers of its `rows`."""
 
     worker: Worker
     about: dict[str, Any]  # for the log: shape, options, seed, kernel, index; no values
@@ -112,8 +112,8 @@ def source_of(request: EngineRequest, whole: Problem | None, tracks: list[Track]
     return Source(call.spec, call.shell(given), rows, keys_of, ref.left)
 
 
-def choose(source: Source, names: set[str], draw: random.Random) -> Piece | None:
-    """Return a random piece of a request; None if its queries see too many keys."""
+def choose(source: Source, names: set[str], draw: random.Random) -> Portion | None:
+    """Return a random portion of a request; None if its queries see too many keys."""
     spec, rows = source.spec, [row for row in source.rows if row.q_len]
     if not rows:
         return None
@@ -121,7 +121,7 @@ def choose(source: Source, names: set[str], draw: random.Random) -> Piece | None
     width = max(spec.head_dim, spec.value_dim, 1)
     if names & {"dk", "dv"} and group * row.q_len * row.kv_len <= WHOLE and row.kv_len * width <= ELEMENTS:
         first = group * draw.randrange(spec.kv_heads)
-        return Piece(row, range(first, first + group), range(row.q_len), range(row.kv_len))
+        return Portion(row, range(first, first + group), range(row.q_len), range(row.kv_len))
     if not names & {"o", "lse", "dq"}:
         return None
     head = draw.randrange(spec.q_heads)
@@ -131,16 +131,18 @@ def choose(source: Source, names: set[str], draw: random.Random) -> Piece | None
         if len(keys) * width <= ELEMENTS:
             count = max(1, min(MOST_QUERIES, SCORES // max(1, len(keys)), row.q_len - start))
             queries = range(start, start + count)
-            return Piece(row, range(head, head + 1), queries, source.seen(row, queries))
+            return Portion(row, range(head, head + 1), queries, source.seen(row, queries))
     return None
 
 
-def views(source: Source, piece: Piece, outputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return views of the inputs of a piece, as a problem of one sequence in layout bhsd, and of its answers."""
-    problem, spec, row = source.problem, source.spec, piece.row
-    heads = slice(piece.heads.start, piece.heads.stop)
-    queries, keys = _indexed(spec, piece)
-    key_head = piece.heads.start // (spec.q_heads // spec.kv_heads)
+def views(
+    source: Source, portion: Portion, outputs: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return views of the inputs of a portion, as a problem of one sequence in layout bhsd, and of its answers."""
+    problem, spec, row = source.problem, source.spec, portion.row
+    heads = slice(portion.heads.start, portion.heads.stop)
+    queries, keys = _indexed(spec, portion)
+    key_head = portion.heads.start // (spec.q_heads // spec.kv_heads)
 
     def of_queries(name: str, t: Tensor, some: range) -> Tensor:
         rows = slice(row.q_start + some.start, row.q_start + some.stop)
@@ -155,33 +157,33 @@ def views(source: Source, piece: Piece, outputs: Mapping[str, Tensor]) -> tuple[
             tensors[name] = (t[row.index] if t.ndim == 2 else t)[heads]
     if "attn_mask" in problem.tensors:
         mask = problem.mask_part(problem.tensors["attn_mask"], [row])
-        tensors["attn_mask"] = _cut(_cut(_cut(mask, 1, piece.heads), 2, queries), 3, keys)
+        tensors["attn_mask"] = _cut(_cut(_cut(mask, 1, portion.heads), 2, queries), 3, keys)
     if "block_mask" in problem.tensors:
         size = spec.options.block_size
-        blocks = _cut(problem.block_part([row]), 1, piece.heads)
+        blocks = _cut(problem.block_part([row]), 1, portion.heads)
         tensors["block_mask"] = blocks[:, :, : -(-queries.stop // size[0]), : -(-keys.stop // size[1])]
     tensors["offset"] = torch.tensor([row.offset + queries.start - keys.start], dtype=torch.int64, device="cpu")
     answers = {}
     for name, t in outputs.items():
         if name in ("o", "lse", "dq"):
-            answers[name] = of_queries(name, t, piece.queries)
-        elif name in ("dk", "dv") and len(piece.queries) == row.q_len and len(keys) == row.kv_len:
+            answers[name] = of_queries(name, t, portion.queries)
+        elif name in ("dk", "dv") and len(portion.queries) == row.q_len and len(keys) == row.kv_len:
             view = problem.canonical(name, t)[row.batch : row.batch + 1, key_head : key_head + 1]
             answers[name] = view[:, :, row.kv_start : row.kv_start + row.kv_len]
     return tensors, answers
 
 
-def _indexed(spec: Spec, piece: Piece) -> tuple[range, range]:
+def _indexed(spec: Spec, portion: Portion) -> tuple[range, range]:
     """Return the queries and keys to copy: from the first one on where dropout or a block mask counts from there."""
     counted = bool(spec.options.dropout_p) or spec.has("block_mask")
-    queries, keys = piece.queries, piece.keys
+    queries, keys = portion.queries, portion.keys
     return (range(queries.stop), range(keys.stop)) if counted else (queries, keys)
 
 
-def rows_in(source: Source, piece: Piece) -> range:
-    """Return the piece's queries as rows of the copied problem."""
-    first = _indexed(source.spec, piece)[0].start
-    return range(piece.queries.start - first, piece.queries.stop - first)
+def rows_in(source: Source, portion: Portion) -> range:
+    """Return the portion's queries as rows of the copied problem."""
+    first = _indexed(source.spec, portion)[0].start
+    return range(portion.queries.start - first, portion.queries.stop - first)
 
 
 def _cut(t: Tensor, axis: int, some: range) -> Tensor:

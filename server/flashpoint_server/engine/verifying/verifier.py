@@ -63,7 +63,7 @@ class Verifier:
     # Called by the executor
 
     def answered(self, request: EngineRequest) -> None:
-        """Note that a request was computed, and copy a piece of it by chance. Call this before it is answered."""
+        """Note that a request was computed, and copy a portion of it by chance. Call this before it is answered."""
         self._quiet_until = time.monotonic() + QUIET
         if not self._chosen():
             return
@@ -97,9 +97,9 @@ class Verifier:
             whole = self._device.in_place(request)
         source = samples.source_of(request, whole, tracks)
         outputs = {t.name: tensor_in(request.memory, t) for t in request.submit.outputs}
-        if (piece := samples.choose(source, set(outputs), self._draw)) is None:
+        if (portion := samples.choose(source, set(outputs), self._draw)) is None:
             return None
-        tensors, answers = samples.views(source, piece, outputs)
+        tensors, answers = samples.views(source, portion, outputs)
         nbytes = sum(t.nbytes for t in (*tensors.values(), *answers.values()))
         with self._lock:
             if self._held + nbytes > self._room:
@@ -111,14 +111,14 @@ class Verifier:
         about = {
             "request_id": request.submit.request_id, "shapes": {t.name: list(t.shape) for t in request.submit.inputs},
             "options": _options(spec.options), "seed": request.seed, "kernel": kernel, "processor": cpu_name(),
-            "device": self._device.info.title, "sequence": piece.row.index, "kv_head": piece.heads.start // group,
-            "queries": [piece.queries.start, piece.queries.stop], "keys": piece.row.kv_len,
+            "device": self._device.info.title, "sequence": portion.row.index, "kv_head": portion.heads.start // group,
+            "queries": [portion.queries.start, portion.queries.stop], "keys": portion.row.kv_len,
         }  # fmt: skip
         copied, answered = ({name: t.clone() for name, t in some.items()} for some in (tensors, answers))
         return Sample(
             request.worker, about, labels, time.monotonic(), nbytes, copied, answered,
-            source.options(answers, request.seed), piece.row.index, piece.heads.start,
-            samples.rows_in(source, piece),
+            source.options(answers, request.seed), portion.row.index, portion.heads.start,
+            samples.rows_in(source, portion),
         )  # fmt: skip
 
     # Called by the scheduler
