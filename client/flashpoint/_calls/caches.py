@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 
@@ -31,6 +32,13 @@ from flashpoint_contract.schemas import jsonwire
 class Described(NamedTuple):
     document: Mapping[str, Any]  # the description of a cache, from an answer
     affinity: Affinity
+
+
+class Page(NamedTuple):
+    """A page of the list of caches. `after` is the argument for the next page; None after the last one."""
+
+    caches: list[Described]
+    after: str | None
 
 
 class AnyCache(HeldCache):
@@ -123,6 +131,20 @@ def fork_one(cache: AnyCache, length: int | None) -> Call[Described]:
 def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call[None]:
     """Return the call that truncates or renews a cache (`what`). The answer updates `lengths` and `bytes`."""
     return _post(f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
+
+
+def listed(after: str | None) -> Call[Page]:
+    """Return the call for a page of the caller's caches; None asks for the first page."""
+    affinity = Affinity()
+
+    def read(document: Any) -> Page:
+        made, following = document.get("caches"), document.get("next")
+        if not isinstance(made, list) or not (following is None or isinstance(following, str)):
+            raise ProtocolError("the answer is no list of caches")
+        return Page([Described(one, affinity) for one in made], following)
+
+    path = "/caches" if after is None else f"/caches?after={quote(after, safe='')}"
+    return lookup(path, read, affinity=affinity)
 
 
 def look(cache: AnyCache) -> Call[None]:

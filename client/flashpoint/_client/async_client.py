@@ -71,6 +71,15 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         """Copy caches, and delete others: all at once, or nothing. Copies share memory until they are written."""
         return [AsyncCache(self, one) for one in await self._call(cache_calls.fork(caches, lengths, free))]
 
+    async def list_caches(self) -> list[AsyncCache]:
+        """Return all caches of this API key on the server, in the order of their creation."""
+        page = await self._call(cache_calls.listed(None))
+        found = page.caches
+        while page.after is not None:
+            page = await self._call(cache_calls.listed(page.after))
+            found += page.caches
+        return [AsyncCache(self, one) for one in found]
+
     async def delete_caches(self, caches: Sequence[AsyncCache]) -> None:
         """Free the memory of several `caches` in one call. Caches that are gone already are ignored."""
         try:

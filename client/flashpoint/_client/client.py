@@ -108,6 +108,18 @@ class Client(Attending, ClientSettings[httpx.Client]):
         """
         return [Cache(self, one) for one in self._call(cache_calls.fork(caches, lengths, free))]
 
+    def list_caches(self) -> list[Cache]:
+        """Return all caches of this API key on the server, in the order of their creation.
+
+        Behind a balancer, these are the caches of the replica that answers.
+        """
+        page = self._call(cache_calls.listed(None))
+        found = page.caches
+        while page.after is not None:
+            page = self._call(cache_calls.listed(page.after))
+            found += page.caches
+        return [Cache(self, one) for one in found]
+
     def delete_caches(self, caches: Sequence[Cache]) -> None:
         """Free the memory of several `caches` in one call. Caches that are gone already are ignored."""
         try:

@@ -66,6 +66,25 @@ def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(shared_serv
     assert ask(shared_server, "/caches", **bearer("alice")).json == {"caches": []}
 
 
+def test_the_list_of_caches_follows_all_pages(shared_server):
+    """A page has 100 caches unless the request asks for another number."""
+    with client(shared_server) as alice, client(shared_server, "bob") as bob:
+        made = [*alice.caches(120, **SHAPE), *alice.caches(115, **SHAPE)]
+        made[-1].append(*(t[0] for t in kv(3, 2)), layer=0)
+        found = alice.list_caches()
+        assert [cache.id for cache in found] == [cache.id for cache in made]
+        assert found[-1].lengths == [3, 0]
+        assert bob.list_caches() == []
+
+        async def listed():
+            async with flashpoint.AsyncClient(shared_server.url, api_key=KEYS["alice"], timeout=240) as twin:
+                return [cache.id for cache in await twin.list_caches()]
+
+        assert asyncio.run(listed()) == [cache.id for cache in made]
+        alice.delete_caches(found)
+        assert alice.list_caches() == []
+
+
 def test_the_sdk_takes_numpy_numbers_for_numbers(shared_server):
     q, (k, v) = normal(1, HQ, 3, D), kv(3, 2)
     sizes = {"layers": np.int64(2), "kv_heads": np.array([HK, HK]), "head_dim": np.int32(D), "ttl_s": np.float32(60)}
