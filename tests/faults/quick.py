@@ -55,7 +55,8 @@ def run(variant: str, native: Path) -> None:
 
     if variant in guards.SMALL:
         path = guards.library(variant, flags=(), folder=native)
-        level.sweep_level(path, variant, test_sweep.CASES, 200 if variant == "amx" else 150, guards.SMALL[variant])
+        longest = 200 if variant == "amx" else 150
+        level.sweep_level(path, variant, test_sweep.CASES, longest, guards.SMALL[variant], test_sweep.SEED)
         return
     test = {
         "triton": test_sweep.test_triton_with_its_smallest_tiles, "tiled": test_sweep.test_tiled_with_small_tiles,
@@ -91,6 +92,7 @@ def main() -> int:
     parser.add_argument("--draw", type=int, default=0, help="number of faults, drawn at random; 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the draw")
     parser.add_argument("--only", default="", help="a regular expression that the ids must match")
+    parser.add_argument("--part", default="0/1", help="k/n: the k-th of n parts of the draw, to run beside the others")
     parser.add_argument("--json", type=Path, help="write the table to this file, after each fault")
     asked = parser.parse_args()
     faults = bank()
@@ -99,6 +101,8 @@ def main() -> int:
     if asked.draw:
         chosen = random.Random(asked.seed).sample(chosen, min(asked.draw, len(chosen)))
     print(f"{len(faults)} faults in the bank, {len(chosen)} drawn with seed {asked.seed}")
+    part, parts = map(int, asked.part.split("/"))
+    chosen = chosen[part::parts]
     rows, right_ones = [], set()
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder))

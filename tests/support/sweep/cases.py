@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.kernels.serving import DTYPES, FORMS, drawn_blocks, in_pages, of_eight_bits
@@ -15,7 +15,6 @@ from tests.support.kernels.solving import MEMORY, normal, qkv, restrided
 
 TYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("bhsd", "bhsd", "bshd", "thd")
-# Each case has some of these, often one or two alone.
 FEATURES = (
     "causal", "top_left", "window", "left", "right", "offset", "offsets", "softcap", "scale", "dropout", "slopes",
     "own_slopes", "sinks", "bool_mask", "mask", "blocks", "q_lengths", "kv_lengths", "dlse", "memory", "sharp",
@@ -25,6 +24,9 @@ OF_COMMON = ("causal", "left", "softcap", "scale", "sinks", "eight_bits", "sharp
 OF_FORWARD = ("pages", "eight_bits")  # no gradient
 NOT_PACKED = {"bool_mask", "mask", "blocks", "q_lengths", "kv_lengths"}
 SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))  # of a mask; 0 is a dimension of size 1
+OF_WINDOWS = ("", "", "", "mask", "mask", "blocks", "dropout", "slopes", "sinks", "dlse", "kv_lengths", "given")
+SIDES = ("left", "window", "left", "right", "left")  # of the window of every third case
+RESIDUES = 32  # the least block of keys; each residue occurs in RESIDUES windows one after another
 GRADIENTS = ("dq", "dk", "dv", "dattn_mask", "dsinks")
 
 
@@ -53,27 +55,46 @@ def edges(blocks: Sequence[int], longest: int) -> list[int]:
     return sorted(n for n in near | {1, 2, 5, 19, longest} if 0 < n <= longest)
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn, q_lens: Sequence[int], kv_lens: Sequence[int], *, dims: Sequence[int] = (8, 16, 24, 40, 64),
-    types: Sequence[str] = TYPES, of_forward: bool = True,
-) -> Case:  # fmt: skip
-    """Draw a case. Choices are even: hypothesis itself would draw small and equal ones again and again."""
-    random = draw(st.randoms(use_true_random=True))
+    count: int, q_lens: Sequence[int], kv_lens: Sequence[int], *, dims: Sequence[int] = (8, 16, 24, 40, 64),
+    types: Sequence[str] = TYPES, of_forward: bool = True, seed: int = 0,
+) -> Iterator[Case]:  # fmt: skip
+    """Yield `count` cases. Three kinds take turns, so that each has its share in any run.
 
+    - Many queries and keys with a window and at most one more feature: its edge has each residue of a block in turn.
+    - Each feature in turn, alone or with one more.
+    - Any features together, also those that have no gradient.
+    """
+    for number in range(count):
+        yield _case(Random(f"{seed} {number}"), *divmod(number, 3), q_lens, kv_lens, dims, types, of_forward)
+
+
+def _case(
+    random: Random, turn: int, kind: int, q_lens: Sequence[int], kv_lens: Sequence[int], dims: Sequence[int],
+    types: Sequence[str], of_forward: bool,
+) -> Case:  # fmt: skip
     def one_of(values: Sequence[Any]) -> Any:
         return values[random.randrange(len(values))]
 
-    layout, q_len, kv_len = one_of(LAYOUTS), one_of(q_lens), one_of(kv_lens)
-    names = FEATURES + (OF_FORWARD if of_forward and one_of(range(5)) == 0 else ())
-    count = one_of((0, 1, 2, 2, 3, 4, 5, 6, 8, 10, 14))
-    chosen = set(random.sample(names, count))
-    if len(names) > len(FEATURES):
-        chosen.add(one_of(OF_FORWARD))
-    common = of_forward and one_of(range(10)) == 0  # few queries of several sequences, which begin with the same pages
+    layout, q_len, kv_len, common = one_of(LAYOUTS), one_of(q_lens), one_of(kv_lens), False
+    if kind == 0:
+        q_len, kv_len = one_of(q_lens[len(q_lens) // 2 :]), one_of(kv_lens[len(kv_lens) // 2 :])
+        chosen = {SIDES[turn % len(SIDES)], one_of(OF_WINDOWS), one_of(("", "", "offset", "top_left"))} - {""}
+    elif kind == 1:
+        chosen = (
+            {FEATURES[turn % len(FEATURES)], one_of(FEATURES)} if one_of((0, 1)) else {FEATURES[turn % len(FEATURES)]}
+        )
+    else:
+        names = FEATURES + (OF_FORWARD if of_forward and one_of((0, 1)) else ())
+        chosen = set(random.sample(names, one_of((0, 2, 3, 4, 5, 6, 8, 10, 14))))
+        if len(names) > len(FEATURES):
+            chosen.add(one_of(OF_FORWARD))
+        common = of_forward and one_of(range(4)) == 0  # few queries of sequences that begin with the same pages
     if common:
         q_len, kv_len = one_of((1, 1, 2, 3)), one_of(kv_lens[len(kv_lens) // 2 :])
         chosen = {"pages", *chosen.intersection(OF_COMMON)}
+    if kind != 2 and chosen & NOT_PACKED and layout == "thd":
+        layout = "bshd"
     if layout == "thd":
         chosen -= NOT_PACKED
     for first, second in (
@@ -86,9 +107,6 @@ def cases(
     dim = one_of(dims)
     shifts = range(-q_len - 2, kv_len + 3)
     options: dict[str, Any] = {"layout": layout}
-    left, right = ("left" in chosen or "window" in chosen), ("right" in chosen or "window" in chosen)
-    if left or right:
-        options["window"] = (one_of(range(kv_len + 2)) if left else -1, one_of(range(kv_len + 2)) if right else -1)
     if "causal" in chosen:
         options["causal"] = True
     if "top_left" in chosen:
@@ -100,15 +118,24 @@ def cases(
     if "dropout" in chosen:
         options |= {"dropout_p": one_of((0.1, 0.4, 0.75)), "dropout_seed": random.getrandbits(64)}
     more: dict[str, Any] = {}
+    aligned = 0 if "top_left" in chosen else kv_len - q_len
     if "offset" in chosen:
-        more["offset"] = one_of(shifts)
+        aligned = more["offset"] = aligned + one_of(range(-40, 41)) if kind == 0 else one_of(shifts)
     if "offsets" in chosen:
         more["offset"] = [one_of(shifts) for _ in range(batch)]
+    left, right = ("left" in chosen or "window" in chosen), ("right" in chosen or "window" in chosen)
+    if left or right:
+        sizes = range(kv_len + 2) if one_of((0, 1)) else range(min(kv_len + 2, RESIDUES))
+        before, after = one_of(sizes), one_of(sizes)
+        if kind == 0:  # query i sees keys from i + aligned - before to i + aligned + after
+            further = RESIDUES * one_of((0, 0, 1))
+            before, after = ((turn + sign * aligned) % RESIDUES + further for sign in (1, -1))
+        options["window"] = (before if left else -1, after if right else -1)
     for name, length in (("q", q_len), ("kv", kv_len)):
         if layout == "thd" or f"{name}_lengths" in chosen or ("pages" in chosen and name == "kv"):
             more[f"{name}_lengths"] = [length, *(one_of(range(length + 1)) for _ in range(batch - 1))]
     if "bool_mask" in chosen or "mask" in chosen:
-        more["mask_shape"] = one_of(SHAPES)
+        more["mask_shape"] = one_of((SHAPES[-1], one_of(SHAPES)))
         more["mask_type"] = one_of(("own", "float32", "float64"))
         more["hidden"] = one_of((0.0, 0.3))
     if "blocks" in chosen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,16 @@ from flashpoint_kernels import Options, Problem, run
 from tests.support import oracle
 from tests.support.sweep.bounds import bounds
 from tests.support.sweep.cases import Case, tensors_of
+
+
+def check_all(cases: Iterable[Case], backend: str) -> None:
+    """Check cases. The error of a wrong one has the case as a note."""
+    for case in cases:
+        try:
+            check(case, backend)
+        except Exception as error:
+            error.add_note(str(case))
+            raise
 
 
 def check(case: Case, backend: str) -> None:

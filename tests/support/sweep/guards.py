@@ -62,7 +62,7 @@ SMALL = {
     "avx2": _NARROW,
     "generic": _NARROW,
     "avx512": _NARROW._replace(forward={"BLOCK": 64, "STRIP": 12, "CHUNK": 128}),
-    "amx": Blocks({"BLOCK": 64, "CHUNK": 128}, {"KEYS": 64, "QUERIES": 96}, 80, 16, 96),
+    "amx": Blocks({"BLOCK": 64, "CHUNK": 128}, {"KEYS": 32, "QUERIES": 96}, 80, 16, 96),
 }
 USUAL = {level: Blocks({"CHUNK": 1024}, {"QUERIES": 128}, 384, 96, 2048) for level in SMALL}
 
