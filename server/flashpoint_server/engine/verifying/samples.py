@@ -25,7 +25,7 @@ from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Wo
 from flashpoint_server.engine.state.memory import tensor_in
 
 SCORES = 1 << 15  # maximum scores of some queries
-WHOLE = 1 << 20  # maximum scores of a head whose dk and dv are computed: they need all its queries
+WHOLE = 1 << 19  # maximum scores of a head whose dk and dv are computed: they need all its queries
 MOST_QUERIES = 64
 ELEMENTS = 1 << 19  # maximum elements of the keys that one query sees: an operation on them takes 1 ms in float64
 _DRAWS = 4  # attempts to find queries that see so few keys
