@@ -198,7 +198,7 @@ def test_errors_name_the_field(jax_client, caplog):
     for wrong, message in (
         ({"casual": True}, "casual: is not taken"),
         ({"with_meta": True}, "with_meta: is not taken"),
-        ({"grads": ("dq",)}, "grads: is not taken"),
+        ({"grads": ("dq",)}, "grads: autodiff requests what it needs"),
         ({"window": (1,)}, "window"),
         ({"attn_mask": [[True]]}, "attn_mask: must be a JAX or NumPy array, not list"),
         ({"kv_lengths": [1 << 32]}, "kv_lengths: is no array"),

@@ -78,7 +78,7 @@ LOOKS = {
     "reference": Look(GREY, "X", (1, 4), "oo"),
     "triton": Look(VERMILION, "D"),
     "cpu": Look(BLUE, "^"),
-    "torch": Look(BLUE, "H"),
+    "torch": Look(BLUE, "H", (), "--"),
     "tiled": Look(GREEN, "v", (), ".."),
     "sdpa_flash": Look(SKY, "P", (5, 2), "///"),
     "sdpa_cudnn": Look(ORANGE, "h", (6, 2, 1, 2), "\\\\\\"),

@@ -11,7 +11,7 @@ GRID = ("--q-len", "64", "--head-dim", "16")
 
 def test_a_benchmark_here_times_real_kernels(run, tmp_path):
     code, out, _ = run(
-        "benchmark", *GRID, "--backend", "naive,tiled,torch", "--max-seconds", "0.05", "--warmup-ms", "0",
+        "benchmark", *GRID, "--backend", "naive,tiled,cpu", "--max-seconds", "0.05", "--warmup-ms", "0",
         "--direction", "forward,backward", "--json", tmp_path / "all.json",
     )  # fmt: skip
     assert code == 0
