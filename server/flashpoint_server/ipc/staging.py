@@ -16,6 +16,7 @@ import contextlib
 import math
 import mmap
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +35,9 @@ ALIGNMENT = 64  # bytes of a cache line: enough for the widest vector load of a 
 SMALLEST = 1 << 16
 LARGEST = 1 << 28  # largest pooled class; larger slots are freed after their request
 WARM = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # sizes of the first slots in bytes; their segments have 28 MiB in all
+# Largest segment that the event loop maps or frees in one step: the system takes 0.6 ms for the pages of a MiB. Larger
+# ones get their pages while the body arrives, and a thread frees them.
+AT_ONCE = 1 << 24
 GROWTH = 1 << 22  # minimum bytes by which the pool grows: a segment of a small class has several slots
 
 NOWHERE: Mapping[str, tuple[Region, int]] = {}
@@ -143,10 +147,10 @@ class Pool:
         """Return a slot of at least `size` bytes, aligned to 64 bytes. Raises PoolFullError."""
         wanted = size_class(size)
         if wanted > LARGEST:
-            slot = Slot(self, self._grow(wanted, touch=False), 0, wanted)
+            slot = Slot(self, self._grow(wanted), 0, wanted)
         else:
             if not self._free[wanted]:
-                segment = self._grow(max(GROWTH // wanted, 1) * wanted, touch=True)
+                segment = self._grow(max(GROWTH // wanted, 1) * wanted)
                 self._free[wanted] = [Slot(self, segment, at, wanted) for at in range(0, segment.size, wanted)]
             slot = self._free[wanted].pop()  # the slot released last: its pages are probably still in the CPU's cache
         self.taken += 1
@@ -169,7 +173,7 @@ class Pool:
             self._trimmed = wanted
             self._trim()
 
-    def _grow(self, size: int, *, touch: bool) -> Segment:
+    def _grow(self, size: int) -> Segment:
         if not self._reserve(size):
             self._trim()
             if not self._reserve(size):
@@ -177,7 +181,7 @@ class Pool:
                 self._wanted[self._column] = self._trimmed
                 raise PoolFullError(f"{sum(self._staged):.0f} of {self.limit} bytes of staging memory are in use")
         try:
-            segment = Segment(size, touch=touch)
+            segment = Segment(size, touch=size <= AT_ONCE)
         except BaseException as error:
             self._staged[self._column] -= size
             if isinstance(error, OSError):  # no descriptor, memory or address space is left
@@ -213,7 +217,10 @@ class Pool:
     def _drop(self, segment: Segment) -> None:
         del self.segments[segment.number]
         self._staged[self._column] -= segment.size
-        segment.close()
+        if segment.size > AT_ONCE:
+            threading.Thread(target=segment.close, name="free staging memory").start()
+        else:
+            segment.close()
         self._dropped(segment.number)
 
 

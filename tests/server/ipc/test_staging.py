@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -172,6 +173,13 @@ def test_the_bound_holds_and_idle_segments_make_room_for_another_class():
     pool.close()
 
 
+def await_freed():
+    """Wait for the threads that free large segments."""
+    for thread in threading.enumerate():
+        if thread.name == "free staging memory":
+            thread.join()
+
+
 def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
     before = memory_files()
     pool = Pool(4 * LARGEST)
@@ -179,8 +187,10 @@ def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
     assert slots[2].size % mmap.PAGESIZE == 0
     assert memory_files() == before + 3
     slots[2].release()
+    await_freed()
     assert memory_files() == before + 2
     pool.close()
+    await_freed()
     assert memory_files() == before
 
 
