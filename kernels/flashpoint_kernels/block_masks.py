@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.options import OPTIONS, ProblemError
+from flashpoint_kernels.operators.torch_rules import overridable
 from flashpoint_kernels.problems.memory import check_memory
 
 SIZE: tuple[int, int] = OPTIONS["block_size"].default
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@overridable
 def create_block_mask(
     mask: Rule | Tensor,
     batch: int | None = None,

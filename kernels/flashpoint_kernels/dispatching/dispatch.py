@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from flashpoint_contract.options import ProblemError
+from flashpoint_contract.options import BackendRenamedError, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_kernels import native
 from flashpoint_kernels.dispatching.machine import version_of
@@ -100,7 +100,7 @@ def run(problems: Sequence[Problem], backend: str) -> None:
         backend: `triton`, `cpu`, `torch`, `tiled` or `reference`.
 
     Raises:
-        ProblemError: the backend cannot do a problem.
+        ProblemError: the backend cannot do a problem; BackendRenamedError for `torch` on a CPU.
         ValueError: the problems do not belong in one launch.
     """
     if not problems:
@@ -111,6 +111,8 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     if kind != "cpu" and backend not in (available := available_backends(str(problems[0].device))):
         why = available.no_triton or f"the backends of a device of kind {kind} are {', '.join(available)}"
         raise ProblemError([("backend", f"{backend} is not available on this device: {why}")])
+    if kind == "cpu" and backend == "torch":
+        raise BackendRenamedError
     if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
         raise ProblemError(dict.fromkeys(errors))
     if kind == "cpu" and backend in ("cpu", "tiled"):

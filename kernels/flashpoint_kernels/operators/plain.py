@@ -28,7 +28,7 @@ from flashpoint_kernels.dispatching.dispatch import backend_for
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.operators import ops
 from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients
-from flashpoint_kernels.problems.memory import SUSPECT, in_memory
+from flashpoint_kernels.problems.memory import SUSPECT, extent, in_memory
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 from flashpoint_kernels.problems.strides import empty_like, laid_like
 
@@ -50,8 +50,9 @@ class Route:
     forward_spec: Spec
     backward_spec: Spec
     row: Row
-    # Key: (number of threads, strides of each tensor). Value: (library, `Replay` that calls this library).
-    _replays: dict[tuple[object, ...], tuple[native.Library, Replay]] = field(default_factory=dict)
+    # Key: (number of threads, strides of each tensor). Value: (library, `Replay` that calls this library, `extent` of
+    # each tensor).
+    _replays: dict[tuple[object, ...], tuple[native.Library, Replay, list[int]]] = field(default_factory=dict)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o in the caller's layout and dtype, and lse (B,Hq,Sq)."""
@@ -82,11 +83,17 @@ class Route:
         key = (threads, *[t.stride() for t in tensors[:given]])
         kept = self._replays.get(key)
         if kept is not None and kept[0] is library:
-            kept[1](*addresses)
-            return
+            for t, bytes_needed in zip(tensors, kept[2], strict=False):  # the outputs are not checked
+                if t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + bytes_needed:
+                    break  # `in_memory` refuses it
+            else:
+                kept[1](*addresses)
+                return
+        for name, t in zip(inputs, tensors, strict=False):
+            in_memory(name, t)
         replay = first(threads, *[t.transpose(1, 2) if self.turned and t.ndim == 4 else t for t in tensors])
         if replay is not None and library is not None and (key in self._replays or len(self._replays) < _REPLAYS):
-            self._replays[key] = library, replay
+            self._replays[key] = library, replay, [extent(t) for t in tensors[:given]]
 
     def _forward(self, threads: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Replay | None:
         return attend_dense(self.forward_spec, self.row, q, k, v, o, lse, threads)

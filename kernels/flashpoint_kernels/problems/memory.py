@@ -1,7 +1,7 @@
 """Check that a tensor's elements lie in its memory, as code that reads them by an address expects.
 
-Torch has tensors for which this is not so: a parameter whose storage was freed (FSDP frees it between its uses), an
-efficient zero tensor of autograd, and a view with the negative bit, whose memory has the negated numbers.
+Torch has tensors for which this is not so: a parameter whose storage was freed (FSDP frees it between its uses) or
+shrunk, an efficient zero tensor of autograd, and a view with the negative bit, whose memory has the negated numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def in_memory(name: str, t: Tensor) -> Tensor:
     """Return the tensor, or a copy with its elements in memory.
 
-    Raises ProblemError, which names the tensor, if its storage was freed.
+    Raises ProblemError, which names the tensor, if its storage was freed or is too small.
     """
     if t.is_meta or t.layout != torch.strided:
         return t
@@ -32,13 +32,23 @@ def in_memory(name: str, t: Tensor) -> Tensor:
             kind = type(t).__name__
             why = "its storage was freed" if type(t) in _PLAIN else f"the subclass {kind} holds its elements elsewhere"
             raise ProblemError([(name, f"has no memory, because {why}: pass a tensor with its elements in memory")])
+    if t.numel():
+        needed, held = t.storage_offset() * t.itemsize + extent(t), t.untyped_storage().nbytes()
+        if held < needed:
+            why = f"its storage has {held} bytes, and its elements need {needed}"
+            raise ProblemError([(name, f"is not in memory, because {why}: pass a tensor with all its elements")])
     return t.resolve_neg()
 
 
-def check_memory(**tensors: object) -> None:
-    """Raise ProblemError if the storage of a tensor was freed, for functions that are made of torch's operators.
+def extent(t: Tensor) -> int:
+    """Return the number of bytes from the first element to the end of the last one in memory."""
+    return (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))) * t.itemsize
 
-    These operators would read the address 0. Values that are not plain tensors are not checked.
+
+def check_memory(**tensors: object) -> None:
+    """Raise ProblemError if the storage of a tensor was freed or shrunk, for functions made of torch's operators.
+
+    These operators would read other memory. Values that are not plain tensors are not checked.
     """
     if torch.compiler.is_compiling():
         return

@@ -21,6 +21,7 @@ from flashpoint_kernels.flash_attn import bert_padding
 from flashpoint_kernels.flash_attn.layers import rotary
 from flashpoint_kernels.judging import values
 from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.problems.memory import extent
 
 Tensors = dict[str, Tensor]
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -72,8 +73,8 @@ def qkv(
 
 
 def own(t: Tensor) -> Tensor:
-    """Return a copy that a function may write into; a tensor whose storage was freed cannot be copied."""
-    return t.clone() if t.untyped_storage().nbytes() else t
+    """Return a copy that a function may write into; a tensor whose storage was freed or shrunk cannot be copied."""
+    return t.clone() if t._is_zerotensor() or t.untyped_storage().nbytes() >= extent(t) else t
 
 
 def with_(made: Callable[[], Tensors], **more: Callable[[], Tensor]) -> Callable[[], Tensors]:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from flashpoint_contract.options import BackendRenamedError
 from flashpoint_kernels import Options, Problem, ProblemError, available_backends, run
 from flashpoint_kernels.dispatching import dispatch
 from flashpoint_kernels.dispatching.support import Backends, choose_backend
@@ -83,6 +84,13 @@ def test_run_refuses_a_backend_that_the_device_has_not() -> None:
     problem = Problem.create({"q": q, "k": q, "v": q}, Options())
     with pytest.raises(ProblemError, match="backend: triton is not available on this device"):
         run([problem], "triton")
+
+
+def test_run_refuses_torch_on_a_cpu_by_the_new_name() -> None:
+    for options in (Options(), Options(backend="torch")):
+        problem = Problem.create({name: torch.ones(1, 1, 4, 8, dtype=torch.float32) for name in "qkv"}, options)
+        with pytest.raises(BackendRenamedError, match="use cpu or auto"):
+            run([problem], "torch")
 
 
 def test_problems_of_one_launch_share_its_key() -> None:

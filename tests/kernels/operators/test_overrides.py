@@ -15,11 +15,13 @@ from torch.overrides import TorchFunctionMode
 from flashpoint_kernels import (
     attention,
     attention_backward,
+    create_block_mask,
     flash_attn,
     flex_attention,
     merge,
     scaled_dot_product_attention,
 )
+from flashpoint_kernels.flash_attn.layers.rotary import apply_rotary_emb
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal
 
@@ -27,6 +29,7 @@ Function = Callable[..., Any]
 
 Q, ROWS, LSE = normal(2, 4, 6, 8), normal(2, 6, 4, 8), normal(2, 4, 6)
 ENDS = torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)
+ANGLES = normal(6, 4)
 PACKED, CACHE = normal(6, 4, 8), (normal(2, 9, 4, 8), normal(2, 9, 4, 8))
 
 # Each public function with the arguments of a call, and another argument that may be of a special class.
@@ -43,6 +46,8 @@ CALLS: dict[str, tuple[Function, tuple[Any, ...], dict[str, Any]]] = {
     "varlen": (flash_attn.flash_attn_varlen_func, (PACKED, PACKED, PACKED, ENDS, ENDS, 4, 4), {}),
     "varlen_kvpacked": (flash_attn.flash_attn_varlen_kvpacked_func, (PACKED, normal(6, 2, 4, 8), ENDS, ENDS, 4, 4), {}),
     "varlen_qkvpacked": (flash_attn.flash_attn_varlen_qkvpacked_func, (normal(6, 3, 4, 8), ENDS, 4), {}),
+    "create_block_mask": (create_block_mask, (Q > 0,), {}),
+    "apply_rotary_emb": (apply_rotary_emb, (ROWS, ANGLES), {"sin": ANGLES}),
     "kvcache": (flash_attn.flash_attn_with_kvcache, (ROWS,), {"k_cache": CACHE[0], "v_cache": CACHE[1]}),
 }
 calls = pytest.mark.parametrize(("function", "args", "more"), CALLS.values(), ids=CALLS)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flashpoint_kernels.operators.torch_rules import overridable
 from flashpoint_kernels.problems.memory import check_memory
 
 
+@overridable
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
