@@ -49,6 +49,7 @@ class HttpProtocol(EndingProtocol):
     # The last request's head and its parsed fields: most requests of a connection have the same head.
     _head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None
     _fields: Mapping[str, str]
+    _kept: list[tuple[bytes, bytes]]  # the fields that the routes get
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -131,6 +132,9 @@ class HttpProtocol(EndingProtocol):
                 raise ValueError(refusal.code)  # the parser turns it into its own error
             self._head = version, self.url, list(self.headers)  # a copy: the parser appends trailers to the list
             self._fields = combined(self.headers)
+            # No route reads cookies, and Python's parser of them takes quadratic time before 3.11.10.
+            self._kept = [field for field in self.headers if field[0] != b"cookie"]
+        self.scope["headers"] = self._kept
         self.scope[FIELDS] = self._fields  # type: ignore[literal-required]  # not ASGI's
         super().on_headers_complete()
         if version == "1.0":

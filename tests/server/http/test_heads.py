@@ -51,6 +51,15 @@ def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
         problem(one(read_to_end(connection)), 400, "malformed_head")
 
 
+@pytest.mark.parametrize("path", ["/info", "/caches", "/metrics", "/v2/models/attention"])
+def test_cookies_are_not_read(server, path):
+    """Python's parser of cookies takes seconds for this one, which the watchdog of the event loop would report."""
+    cookie = "Cookie: " + '"' + 30_000 * '\\"'
+    assert one(talk(server, get(path, cookie, CLOSE))).status == 200
+    lines = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    assert one(talk(server, f"{lines}{cookie}\r\n\r\n".encode())).status == 200
+
+
 def test_a_head_that_differs_from_the_last_one_is_read_anew(server):
     heads = [post("/attention", GOOD, SAFETENSORS, f"X-Priority: {n}") for n in (1, 1, 10, 2)]
     replies = answers(talk(server, b"".join(heads) + post("/attention", GOOD, SAFETENSORS, CLOSE)))

@@ -4,12 +4,15 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from tests.support.messages import JSON, ask, post, problem
+from tests.support.plot_rows import ROWS, job
 from tests.support.servers import wait_for
 from tests.support.sockets import connect
 
@@ -77,3 +80,25 @@ def test_json_leaves_with_its_caller_while_it_waits(drawn):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     assert post(server, "/attention", SMALL, JSON).status == 200
+
+
+def test_a_plot_needs_no_writable_folder():
+    """The process may write to no file, has no home, and prints nothing else."""
+    program = """
+import resource, sys, tempfile
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+from flashpoint_server.routes.timing.pictures import draw
+job = sys.stdin.read()
+for _ in range(2):
+    picture = draw(job, "time", "svg", "light")
+try:
+    tempfile.mkdtemp()
+except OSError:
+    sys.stdout.buffer.write(picture)
+"""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "MPL", "COV"))}
+    drawn = subprocess.run(
+        [sys.executable, "-c", program], input=job(ROWS).model_dump_json().encode(), capture_output=True,
+        env=variables | {"HOME": "/dev/null"}, check=False,
+    )  # fmt: skip
+    assert (drawn.returncode, drawn.stdout[:5], b"Error" in drawn.stderr) == (0, b"<?xml", False), drawn.stderr
