@@ -62,6 +62,8 @@ LONGEST_STEP = 0.05
 # Steps of microseconds, ten a second in each server. If even one of these takes milliseconds, a host that takes away
 # processors disturbs the CPU clock of threads, and steps within AROUND seconds of it prove nothing.
 TRIVIAL, AROUND = ("Service.keep_timing", "_set_result_unless_cancelled"), 1.0
+# grpc.aio copies a whole message in one step, a second for a GiB; this library's code cannot cut it into parts.
+GRPC = "_handle_exceptions"
 RECORD = os.environ.get("FLASHPOINT_TEST_STEPS")  # a file for a line of JSON for each step over 5 ms, with its test
 
 
@@ -77,7 +79,9 @@ def steps(request):
     long = [
         line
         for line in noted
-        if line["seconds"] > LONGEST_STEP and not any(abs(line["at"] - at) < AROUND for at in disturbed)
+        if line["seconds"] > LONGEST_STEP
+        and line["step"] != GRPC
+        and not any(abs(line["at"] - at) < AROUND for at in disturbed)
     ]
     assert not long, f"the event loop of a server ran for too long: {long}"
 

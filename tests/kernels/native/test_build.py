@@ -66,7 +66,7 @@ def test_a_compiler_that_does_not_know_a_level_builds_the_others(
     assert library is not None
     assert library.bfloat16.kernel.removeprefix("c-") in left
     monkeypatch.setattr(native, "library", lambda: library)
-    check("torch", qkv(1, 2, 66, 70, 40, dtype=torch.bfloat16), causal=True)
+    check("cpu", qkv(1, 2, 66, 70, 40, dtype=torch.bfloat16), causal=True)
 
 
 def test_the_script_reports_an_error_of_the_compiler(sources: Path) -> None:
