@@ -34,7 +34,7 @@ def prepared(page: Page) -> None:
     playground = page.locator("#playground")
     page.locator("#verify form").get_by_role("button", name="Verify").click()
     expect(page.locator("#verify .said")).to_contain_text("Right", timeout=PATIENCE)
-    page.locator("#benchmark [name=backends]").fill("naive, tiled, torch, sdpa_flash")
+    page.locator("#benchmark [name=backends]").fill("naive, tiled, cpu, sdpa_flash")
     page.locator("#benchmark form").get_by_role("button", name="Start").click()
     expect(page.locator("#benchmark .said")).to_contain_text("Done", timeout=PATIENCE)
     expect(page.locator("#benchmark canvas")).to_be_visible(timeout=PATIENCE)

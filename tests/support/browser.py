@@ -38,7 +38,7 @@ def enter(page, key):
     page.locator("#key").get_by_role("button").click()
 
 
-def start_benchmark(page, lengths="32, 64", backends="naive, torch", seconds=0.02):
+def start_benchmark(page, lengths="32, 64", backends="naive, cpu", seconds=0.02):
     form = page.locator("#benchmark form")
     fill(form, lengths=lengths, shape__q_heads=2, shape__head_dim=16, max_seconds=seconds, backends=backends)
     form.get_by_role("button", name="Start").click()

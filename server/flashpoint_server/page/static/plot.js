@@ -5,8 +5,9 @@ import { bytes, number } from "./text.js";
 
 // A backend's colour and dashes, one for all charts and those of the pictures of the command line.
 const LOOKS = {
-  naive: ["text"], naive_explicit: ["soft", [2, 3]], reference: ["soft", [2, 7]], triton: ["c-vermilion"], torch: ["c-blue"],
-  tiled: ["c-green"], sdpa_flash: ["c-sky", [9, 4]], sdpa_cudnn: ["c-orange", [10, 4, 2, 4]], sdpa_efficient: ["c-purple", [4, 2]],
+  naive: ["text"], naive_explicit: ["soft", [2, 3]], reference: ["soft", [2, 7]], triton: ["c-vermilion"], cpu: ["c-blue"],
+  torch: ["c-blue"], tiled: ["c-green"], sdpa_flash: ["c-sky", [9, 4]], sdpa_cudnn: ["c-orange", [10, 4, 2, 4]],
+  sdpa_efficient: ["c-purple", [4, 2]],
   sdpa_math: ["soft", [9, 3, 2, 3, 2, 3]], flex: ["c-orange", [18, 4]], flash_attn: ["c-sky", [2, 5]],
   flash_attn_3: ["c-blue", [15, 4, 5, 4]], flashinfer: ["c-green", [4, 9]], xformers: ["c-purple", [15, 4, 2, 4, 2, 4]],
 };
