@@ -14,7 +14,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.http.heads import HEAD_BYTES, HEAD_FIELDS
 from flashpoint_server.http.protocol import PARSED_AT_ONCE
 from flashpoint_server.ipc.regions import MOST as REGIONS
-from flashpoint_server.routes.compute.cached_attention import KEY_LENGTH
+from flashpoint_server.routes.pipeline import KEY_LENGTH
 from flashpoint_server.routes.tensors.caches import MOST_MADE
 
 from .markdown import named, table

@@ -40,6 +40,7 @@ from flashpoint_server.service import Service
 
 J = TypeVar("J", bound=Job[Any])
 
+KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any setting
 
 
@@ -141,12 +142,24 @@ def authorize(request: RouteRequest, right: Permission) -> Caller:
 
 
 def begin(request: RouteRequest) -> DeviceInfo:
-    """Read deadline and priority, and register the request for the graceful shutdown. Raises Refusal 422 and 503."""
+    """Read deadline and priority, check the idempotency key, and register the request for the graceful shutdown.
+
+    Raises Refusal 422 and 503.
+    """
     request.body.deadline = deadline_of(request.headers, request.service.settings)
     request.priority = priority_of(request.headers)
+    idempotency_key(request)  # a call that does not write refuses a wrong one, too
     request.device = request.service.begin()
     request.cleanup.callback(request.service.end)
     return request.device
+
+
+def idempotency_key(request: RouteRequest) -> str:
+    """Return the Idempotency-Key; "" if there is none. Raises Refusal 422."""
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > KEY_LENGTH or not key.isprintable():
+        raise invalid([("Idempotency-Key", f"must be at most {KEY_LENGTH} printable characters")])
+    return key
 
 
 def limit(request: RouteRequest, given: Format) -> None:

@@ -28,7 +28,10 @@ def check(*states: str) -> None:
     for state in states:
         assert "within" in reports[state], reports[state]
         for place in ("within", "after"):
-            different = [name for name, digest in reports[state][place].items() if digest != expected[name]]
+            # Inputs that are made in this state have zeros in the place of denormal numbers.
+            unlike = "denormal" if state == "flush to zero" else " "
+            names = [name for name in reports[state][place] if not name.endswith(unlike)]
+            different = [name for name in names if reports[state][place][name] != expected[name]]
             assert not different, f"{state}, {place}: {different}"
 
 

@@ -27,11 +27,10 @@ from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out
+from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out, idempotency_key
 
 # Seconds in which one core reads a byte of keys or values. 8-bit values count as float32, because they are converted.
 READ_SECONDS = 1e-10
-KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _CALL, _PLAN = "call over caches", "plan over caches"  # keys of `TensorMessage.derived`
 _MANY = 1 << 30  # the seconds for one (query, key) pair are those predicted for this many pairs, divided by this number
 REMEMBERED = 1 << 16  # maximum number of caches whose lengths are stored, to estimate the costs of later calls
@@ -253,14 +252,6 @@ async def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequ
     if len({one.incarnation for one in known}) > 1:
         raise invalid([("caches", "are on different engines: create them with one call, with `beside`, or by a fork")])
     return known
-
-
-def idempotency_key(request: RouteRequest) -> str:
-    """Return the Idempotency-Key; "" if there is none. Raises Refusal 422."""
-    key = request.headers.get("idempotency-key", "")
-    if len(key) > KEY_LENGTH or not key.isprintable():
-        raise invalid([("Idempotency-Key", f"must be at most {KEY_LENGTH} printable characters")])
-    return key
 
 
 def cache_count(request: RouteRequest) -> int | None:

@@ -32,7 +32,6 @@ from flashpoint_server.routes.compute.cached_attention import (
     cache_count,
     cache_quota,
     found_caches,
-    idempotency_key,
     set_replica_header,
 )
 from flashpoint_server.routes.pipeline import (
@@ -42,6 +41,7 @@ from flashpoint_server.routes.pipeline import (
     admit,
     authorize,
     begin,
+    idempotency_key,
     make_job,
     read,
     reply,
