@@ -130,7 +130,7 @@ def measure(args: Args) -> dict[str, Any]:
 if __name__ == "__main__":
     run(
         measure,
-        "serving-pairs",
+        "pairs",
         packages=SERVICE,
         beside=option(None, "a checkout of another commit", type=Path),
         pairs=option(9, "pairs of services"),
