@@ -263,12 +263,12 @@ def hang_in_backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return _Backward.apply(q, k, v, "hang")
 
 
-@rude("right")
+@rude("wrong", "exception")
 def raise_in_backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return _Backward.apply(q, k, v, "raise")
 
 
-@rude("right")
+@rude("wrong", "exception")
 def gradient_of_other_shape(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return _Backward.apply(q, k, v, "shape")
 

@@ -16,17 +16,21 @@ TYPES = ("float32", *HALF)
 
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+ANSWERS = (*OUTPUTS, "dattn_mask", "dsinks")
 
 
 @dataclass(frozen=True)
 class Case:
     """One problem: sizes, data type, options, values, and the seed that they are drawn from.
 
-    - `mask`: the dtype of attn_mask, `bool` or `float`, or "" for no mask. Its shape is (B, Hq, Sq, Sk); with the
-      suffix `-keys` it is (B, 1, 1, Sk), and with `-heads` (1, Hq, Sq, Sk).
+    - `mask`: the dtype of attn_mask, `bool` or `float`, or "" for no mask. Its shape is (B, Hq, Sq, Sk), unless a
+      suffix names another: `-keys` (B, 1, 1, Sk), `-heads` (1, Hq, Sq, Sk), `-one` (B, 1, Sq, Sk), `-plane` (Sq, Sk),
+      `-rows` (B, Hq, Sq, 1). Suffixes for hidden keys: `-tiles` hides whole tiles, `-empty` whole rows.
     - `extras`: other tensors, of `alibi_slopes`, `sinks` and `kv_lengths`.
     - `ones`: the gradient of o is 1 everywhere, as after `o.sum().backward()`.
     - `forward`: no gradients are requested.
+    - `bare`: lse is not requested.
+    - `unlike`: the sequences have unlike lengths, at most q_len and kv_len; some have no queries, or no keys.
     """
 
     values: str = "normal"
@@ -47,6 +51,8 @@ class Case:
     extras: tuple[str, ...] = ()
     ones: bool = False
     forward: bool = False
+    bare: bool = False
+    unlike: bool = False
     alignment: str = "bottom_right"
     layout: str = field(default="", compare=False)
 
@@ -57,6 +63,11 @@ class Case:
     @property
     def scores(self) -> int:
         return self.batch * self.q_heads * self.q_len * self.kv_len
+
+    @property
+    def programs(self) -> int:
+        """Return how many programs a kernel with tiles of 64 queries starts."""
+        return self.batch * self.q_heads * -(-self.q_len // 64)
 
     @property
     def options(self) -> frozenset[str]:
@@ -76,6 +87,19 @@ class Case:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.value_dim)
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Return the lengths of queries and keys of each sequence."""
+        if not self.unlike or self.batch == 1:
+            return [(self.q_len, self.kv_len)] * self.batch
+        draw = random.Random(self.seed)
+        lengths = [(draw.randint(1, self.q_len), draw.randint(1, self.kv_len)) for _ in range(self.batch)]
+        lengths[0] = self.q_len, self.kv_len
+        if self.batch > 2:
+            lengths[1:3] = [(0, lengths[1][1]), (lengths[2][0], 0)]
+        draw.shuffle(lengths)
+        return lengths
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, for `from_dict`."""
@@ -122,7 +146,7 @@ class Case:
         said += ["causal"] if self.causal else []
         said += [f"window={list(self.window)}"] if "window" in self.options else []
         said += [f"{self.mask} attn_mask"] if self.mask else []
-        said += [*self.extras, *(["do = 1"] if self.ones else [])]
+        said += [*self.extras, *(["do = 1"] if self.ones else []), *(["unlike lengths"] if self.unlike else [])]
         values = [] if self.values == "normal" else [f"values {self.values!r}"]
         return ", ".join([f"{self.dtype} {' '.join(sizes)}", *said, *values])
 
@@ -155,7 +179,8 @@ def hostile(seed: int, quick: bool) -> Iterator[Case]:
         yield _case("gap-exact", (1, 1, 1, 8, 4200, 16), forward=quick, **exact)
         yield _case("flat", (1, 2, 1, 3, 4200, 16), **exact)
         yield _case("flat", (1, 2, 1, 1100, 40, 64), **exact)
-        for values in ("massive", "low", "neg", "high", "gap", "rising", "lastmax", "ties", "dup", "edges", "offset"):
+        for values in ("massive", "low", "neg", "high", "gap", "rising", "lastmax", "ties", "dup", "edges", "offset",
+                       "tiny"):  # fmt: skip
             causal = values in ("neg", "high", "ties", "offset")
             yield _case(values, (1, 4, 2, 33, 200, 64), causal=causal, **exact)
             if not half and not quick:
@@ -170,7 +195,16 @@ def hostile(seed: int, quick: bool) -> Iterator[Case]:
 
 
 def options(seed: int, quick: bool) -> Iterator[Case]:
-    """Yield cases with one option each, and with the values that expose mistakes in that option."""
+    """Yield cases with one option each, and with the values that expose mistakes in that option.
+
+    With `quick`, each has one data type.
+    """
+    for number, case in enumerate(_with_options(seed, quick)):
+        if not quick or TYPES.index(case.dtype) == (number + number // len(TYPES) + seed) % len(TYPES):
+            yield case
+
+
+def _with_options(seed: int, quick: bool) -> Iterator[Case]:
     for number, dtype in enumerate(TYPES):
         more: dict[str, Any] = {"dtype": dtype, "seed": seed}
         for scale in (0.3, 1.0, 0.04):
@@ -214,6 +248,84 @@ def large(seed: int, quick: bool) -> Iterator[Case]:
             yield _case("sharp", (1, 1, 1, 300, 2100, 64), dtype=dtype, causal=True, **more)
     yield _case("normal", (8200, 8, 8, 1, 2, 16), forward=True, **more)
     yield _case("edges", (1, 1, 1, 6, 70000, 16), forward=True, **more)
+    yield _case("aimed", (1, 1, 1, 1100, 1100, 16), causal=True, forward=quick, **more)
+    yield _case("edges", (1, 1, 1, 3, 17000, 16), dtype="bfloat16", **more)
+
+
+# Classes of lengths (queries, keys). Where one side is long, the other has at most 16 rows or 40 keys.
+CLASSES: dict[str, tuple[tuple[int, int], ...]] = {
+    "one tile": ((7, 13), (16, 16), (5, 3), (12, 9)),
+    "around tiles": ((15, 17), (33, 31), (63, 65), (65, 63), (127, 129), (129, 127), (128, 128), (64, 64), (17, 33)),
+    "several tiles": ((70, 200), (100, 150), (150, 100), (130, 190)),
+    "multiples of 256": ((8, 256), (16, 512), (16, 768), (256, 40), (512, 24)),
+    "near multiples of 256": ((8, 255), (9, 513), (5, 257), (257, 33), (255, 40), (511, 17)),
+    "1,024 keys": ((6, 1024), (8, 1023), (5, 1025), (6, 2048), (4, 3072), (4, 1500), (4, 2047)),
+    "4,096 keys": ((4, 4096), (5, 4200), (3, 4097), (4, 5120), (3, 6000)),
+    "8,192 keys": ((3, 8192), (2, 8300), (3, 9000), (2, 9216)),
+    "1,024 queries": ((1100, 40), (1024, 24), (1025, 33), (2048, 16), (2100, 20)),
+    "one query": ((1, 300), (1, 4200), (1, 77), (1, 1024), (1, 130), (1, 2100)),
+    "many programs": ((5, 130), (8, 80), (3, 150), (17, 70)),
+}
+_LONG = tuple(name for name in CLASSES if "," in name or name == "one query")
+_MANY = ((3, 48, 48), (4, 40, 8), (2, 70, 70), (9, 16, 2), (4, 34, 34))  # (batch, q_heads, kv_heads): over 132 programs
+_FEW = ((1, 2, 2), (2, 4, 2), (1, 8, 1), (3, 3, 3), (1, 16, 2), (2, 6, 3), (1, 16, 1), (1, 5, 1))
+_DIMS = ((64, 64), (128, 128), (72, 72), (32, 32), (104, 104), (16, 16), (112, 112), (96, 96), (80, 80), (48, 48),
+         (192, 192), (40, 40), (256, 256), (64, 32), (120, 120), (88, 88), (32, 64))  # fmt: skip
+_MASKS = tuple(f"-{form}{hidden}" for hidden in ("-tiles", "", "-empty") for form in ("one", "keys", "plane", "heads"))
+
+
+def _options(draw: random.Random, m: int) -> dict[str, dict[str, Any]]:
+    """Return the options that `crossed` combines, with values drawn for m keys."""
+    left = draw.choice([n for n in (0, 1, 15, 16, 31, 63, 64, 100, 127, 255, 1000) if n < m])
+    right = draw.choice([n for n in (0, 3, 16, 63, 200) if n < m])
+    masks = [mask.replace("-plane", draw.choice(("-plane", "-rows", ""))) for mask in draw.sample(_MASKS, 2)]
+    return {
+        "none": {}, "causal": {"causal": True}, "scale": {"scale": draw.choice((0.3, 1.0, 0.04, 0.25))},
+        "softcap": {"softcap": draw.choice((1.5, 5.0, 20.0))},
+        "causal window": {"causal": True, "window": (left, draw.choice((0, -1)))},
+        "left window": {"window": (left, -1)}, "window": {"window": draw.choice(((left, right), (-1, right)))},
+        "bool mask": {"mask": f"bool{masks[0]}"}, "float mask": {"mask": f"float{masks[1]}"},
+        "alibi_slopes": {"extras": ("alibi_slopes",)}, "sinks": {"extras": ("sinks",)},
+        "kv_lengths": {"extras": ("kv_lengths",)},
+    }  # fmt: skip
+
+
+def crossed(seed: int, quick: bool, takes: Iterable[str], ragged: bool) -> Iterator[Case]:
+    """Yield the cross of options and classes of lengths, and pairs of options.
+
+    With `quick`, each combination has one data type, with or without gradients, so that each pair of two of option,
+    class, type and gradients occurs. Otherwise it has all six.
+    """
+    draw, takes = random.Random(seed * 7919 + 5), set(takes)
+    kinds = [(dtype, forward) for dtype in TYPES for forward in (False, True)]
+    few, many, dims = (itertools.cycle(draw.sample(each, len(each))) for each in (_FEW, _MANY, _DIMS))
+    lengths = {name: itertools.cycle(draw.sample(each, len(each))) for name, each in CLASSES.items()}
+    names = [name for name, given in _options(draw, 64).items() if Case(**given).options <= takes]
+    short = [name for name in CLASSES if name not in _LONG and name != "many programs"]
+    rows: list[tuple[tuple[str, ...], str]] = [((name,), size) for name in names for size in CLASSES]
+    rows += [(pair, draw.choice(short)) for pair in itertools.combinations(names[1:], 2)]
+    first = draw.randrange(6)
+    for number, (chosen, size) in enumerate(rows):
+        n, m = next(lengths[size])
+        batch, q_heads, kv_heads = next(many if size == "many programs" else few)
+        dim, value_dim = next(dims)
+        most = 48 if size == "many programs" or m > 6000 else 128 if size in _LONG and n > 1 else 256
+        dim, value_dim = min(dim, most), min(value_dim, most)
+        if size in _LONG and n > 1:
+            batch, q_heads, kv_heads = 1, 2, draw.choice((1, 2))
+        given: dict[str, Any] = {}
+        for name in chosen:
+            option = _options(draw, m)[name]
+            extras = given.get("extras", ()) + option.get("extras", ())
+            given |= option | ({"extras": extras} if extras else {})
+        values = "normal" if draw.random() < (0.25 if size in _LONG else 0.6) else "aimed"
+        if len({"bool mask", "float mask"} & set(chosen)) > 1 or sum("window" in name for name in chosen) > 1:
+            continue
+        start = first + number // len(CLASSES) + number % len(CLASSES)
+        for dtype, forward in [kinds[start % 6]] if quick else kinds:
+            given |= {"bare": draw.random() < 0.4, "unlike": ragged and draw.random() < 0.8}
+            sizes = (batch, q_heads, kv_heads, n, m, dim, value_dim)
+            yield _case(values, sizes, dtype=dtype, forward=forward, seed=seed, **given)
 
 
 # Axes of the covering array. Lengths include multiples of a tile, others, one query, and fewer keys than queries.
@@ -228,11 +340,11 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
+def covering(seed: int, quick: bool, takes: Iterable[str]) -> list[Case]:
     """Return cases in which each pair of values of two different axes occurs together.
 
     Without `quick`, each triple of values of the axes heads, causal, lengths and dims also occurs. `takes` are the
-    options that the function accepts; `unlike_dims`: whether D and Dv may differ.
+    options that the function accepts.
     """
     takes = set(takes)
     axes = dict(AXES)
@@ -241,8 +353,6 @@ def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) ->
     axes["option"] = tuple(each for each in AXES["option"] if each == "none" or each in takes)
     if "causal" not in takes:
         axes["causal"] = (False,)
-    if not unlike_dims:
-        axes["dims"] = tuple(each for each in AXES["dims"] if each[0] == each[1])
     names = list(axes)
     wanted = {
         tuple(sorted(pair)) for a, b in itertools.combinations(names, 2)
@@ -322,11 +432,11 @@ def usual(seed: int) -> Iterator[Case]:
         yield _case("normal", (2, 4, 2, 33, 130, 64), dtype=dtype, causal=True, seed=seed)
 
 
-def listed(seed: int, *, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
+def listed(seed: int, *, quick: bool, takes: Iterable[str], ragged: bool = False) -> list[Case]:
     """Return all cases without duplicates, in the order in which they are judged."""
     takes = set(takes)
     cases = [*usual(seed), *hostile(seed, quick), *edges(seed), *options(seed, quick)]
-    cases += [*covering(seed, quick, takes, unlike_dims), *large(seed, quick)]
+    cases += [*crossed(seed, quick, takes, ragged), *covering(seed, quick, takes), *large(seed, quick)]
     kept = dict.fromkeys(
         case for case in cases if case.options <= takes | {"causal"} and ("causal" in takes or not case.causal)
     )

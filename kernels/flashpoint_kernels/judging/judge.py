@@ -28,7 +28,7 @@ from flashpoint_contract.judging import (
     Standing,
     Verdict,
 )
-from flashpoint_kernels.judging import cases, relations, shrinking, signatures
+from flashpoint_kernels.judging import cases, relations, shapes, shrinking, signatures
 from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case
 from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of
@@ -167,6 +167,7 @@ class _Judgement:
         self.not_run: dict[tuple[str, str], int] = {}
         self.race: Race | None = None
         self.done = self.total = 0
+        self.tried: set[Case] = set()  # cases that were made from refused ones
 
     def tell(self, stage: str) -> None:
         if self.progress is not None:
@@ -220,7 +221,7 @@ class _Judgement:
         An example of a relation: a repeated call has the same bits. Relations are tested only without `only`.
         """
         takes = self.trial.signature.options
-        listed = cases.listed(self.seed, quick=self.quick, takes=takes, unlike_dims=True)
+        listed = cases.listed(self.seed, quick=self.quick, takes=takes, ragged=self.trial.signature.ragged)
         if only is not None and "seed" in only and "values" in only:
             return [Case.from_dict(only)], False
         if only:
@@ -236,7 +237,7 @@ class _Judgement:
             else:
                 listed = list(dict.fromkeys(Case.from_dict(case.to_dict() | fixed) for case in listed))
         listed = [reseeded(case, self.seed) for case in listed if case.dtype in self.dtypes]
-        return listed, not only
+        return list(dict.fromkeys(map(self.trial.signature.fit, listed))), not only
 
     def skip(self, what: str, reason: str, count: int = 1) -> None:
         self.not_run[what, reason] = self.not_run.get((what, reason), 0) + count
@@ -256,17 +257,50 @@ class _Judgement:
                 self.skip("large cases", "they would have taken too long")
                 continue
             self.tell(f"{case.values} values, {case.dtype}")
-            outcome = trial.run(case)
-            if outcome.status == "refused" and outcome.request["leaves"]:
-                forward = trial.run(replace(case, forward=True))
-                if forward.status != "refused":
-                    forward.facts["raised"] = outcome.facts["raised"]
-                    forward.facts["refused_gradient"] = outcome.text
-                    outcome = forward
+            outcome = self.answered(case)
+            if outcome.status == "refused" and (other := self.projected(case)) is not None:
+                self.outcomes.append(outcome)
+                outcome = self.answered(other)
             if outcome.ill > 0.1 and case.values != "normal":  # too many ill-posed rows: draw another case
                 self.skip(f"{case.values} values", "more than a tenth of the rows are ill-posed")
                 continue
             self.outcomes.append(outcome)
+
+    def answered(self, case: Case) -> Outcome:
+        """Return the outcome of a case: with fewer gradients, or none, if the function refuses them."""
+        trial = self.trial
+        outcome = trial.run(case)
+        if trial.extra and set(outcome.request["leaves"]) > {"q", "k", "v"} and (
+            outcome.status == "refused" or "grad_error" in outcome.facts
+        ):  # fmt: skip
+            trial.extra = False
+            plain = trial.run(case)
+            trial.extra = plain.status == outcome.status
+            outcome = plain
+        if outcome.status == "refused" and outcome.request["leaves"]:
+            forward = trial.run(replace(case, forward=True))
+            if forward.status != "refused":
+                forward.facts["raised"] = outcome.facts["raised"]
+                forward.facts["refused_gradient"] = outcome.text
+                outcome = forward
+        return outcome
+
+    def projected(self, case: Case) -> Case | None:
+        """Return a case like one that the function refused, of a shape and type that it accepts; None if there is none.
+
+        The first refusal finds these shapes, by trial calls.
+        """
+        trial = self.trial
+        if trial.shapes is None:
+            seen: list[Outcome] = []
+            trial.shapes = shapes.find(trial, self.dtypes, seen) or False
+            self.outcomes += [each for each in seen if each.status != "refused"]
+        if not trial.shapes:
+            return None
+        other = trial.signature.fit(trial.shapes.project(case))
+        known = other == case or other in self.tried or trial.signature.refuses(other) is not None
+        self.tried.add(other)
+        return None if known or not trial.affordable(other) else other
 
     def relate(self) -> None:
         trial = self.trial

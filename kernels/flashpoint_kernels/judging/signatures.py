@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -68,6 +69,18 @@ class Signature:
         """Return the options and tensors of a `Case` that the function accepts."""
         return frozenset(n for n in self.takes if n in (*OPTIONS, *TENSORS)) - {"return_lse", "layout", "dropout_p"}
 
+    def fit(self, case: Case) -> Case:
+        """Return the case with sizes that the signature can express."""
+        if self.packed == "qkv":
+            case = replace(case, kv_heads=case.q_heads, kv_len=case.q_len, value_dim=case.head_dim)
+        if self.packed == "kv":
+            case = replace(case, value_dim=case.head_dim)
+        if "b" not in self.layout and not self.ragged:
+            case = replace(case, batch=1)
+        if "h" not in self.layout and not self.ragged:
+            case = replace(case, q_heads=1, kv_heads=1)
+        return case
+
     def refuses(self, case: Case) -> str | None:
         """Return why the signature cannot express a case; None if it can."""
         if missing := case.options - self.options:
@@ -82,12 +95,12 @@ class Signature:
             return "packed k and v have one shape"
         if "b" not in self.layout and case.batch > 1 and not self.ragged:
             return "it has no batch dimension"
-        if "h" not in self.layout and case.q_heads > 1:
+        if "h" not in self.layout and case.q_heads > 1 and not self.ragged:
             return "it has no dimension of heads"
         if (
             self.int_window
             and case.window != (-1, -1)
-            and not (case.window[0] >= 0 and (case.causal or case.window[1] == 0))
+            and not (case.window[0] >= 0 and (case.window[1] == -1 or (case.causal and case.window[1] == 0)))
         ):
             return "its window has a left side alone"
         if self.ragged and (case.mask or "kv_lengths" in case.extras):
@@ -229,6 +242,8 @@ def _lse(t: Tensor, s: Signature, case: Case) -> Tensor:
     if s.ragged:
         return t if t.shape[0] == case.q_heads else t.mT
     shape = case.batch, case.q_heads, case.q_len
+    if shape[1] == shape[2] > 1 and s.style in ("plain", "flashinfer"):  # its shape does not tell the order of its axes
+        return t.mT.expand(shape) if s.style == "flashinfer" and t.ndim == 2 else t[..., 0]
     if t.shape == shape:
         return t
     if t.ndim == 3 and tuple(t.shape) == (shape[0], shape[2], shape[1]):
@@ -255,9 +270,12 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
     )  # fmt: skip
     if s.ragged:
         for name in ("q", "k", "v", "do"):
-            sent[name] = sent[name].transpose(1, 2).flatten(0, 1).contiguous()
-        for name, length in (("cu_seqlens_q", case.q_len), ("cu_seqlens_k", case.kv_len)):
-            sent[name] = torch.arange(case.batch + 1, dtype=torch.int32, device="cpu") * length
+            counts = [length[name in "kv"] for length in case.lengths]
+            sequences = zip(sent[name].transpose(1, 2), counts, strict=True)
+            sent[name] = torch.cat([t[:count] for t, count in sequences])
+        for name, side in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
+            ends = [0, *itertools.accumulate(length[side] for length in case.lengths)]
+            sent[name] = torch.tensor(ends, dtype=torch.int32, device="cpu")
     if "attn_mask" in sent and sent["attn_mask"].dtype != torch.bool:
         options = replace(options, grads=("dq", "dk", "dv"))
     problem = Problem.create(sent, options, "backward")
@@ -272,6 +290,7 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
     values: dict[str, Any] = {n: {"tensor": n} for n in given if n in TENSORS and n not in ("q", "k", "v", "do")}
     if "cu_seqlens" in s.takes and s.ragged:
         values["cu_seqlens"] = {"tensor": "cu_seqlens_q"}
+    leaves += [n for n in ("attn_mask", "sinks") if n in given and given[n].is_floating_point()]
     values |= {"max_seqlen_q": case.q_len, "max_seqlen_k": case.kv_len, "max_seqlen": case.q_len}
     usual = {"causal": False, "scale": case.head_dim**-0.5, "window": [-1, -1], "softcap": 0.0, "dropout_p": 0.0,
              "return_lse": True, "attn_mask": None, "alibi_slopes": None, "enable_gqa": False}  # fmt: skip
@@ -282,7 +301,7 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
         values["window"] = _window(s, case)
     if case.q_heads != case.kv_heads:
         values["enable_gqa"] = True
-    values["return_lse"] = True
+    values["return_lse"] = not case.bare
     values["layout"] = s.layout
     args: list[Any] = [
         {"tensor": n} for n in (("qkv",) if s.packed == "qkv" else ("q", "kv") if s.packed else ("q", "k", "v"))

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flashpoint_contract.judging import LAYOUTS, Failure
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.cases import ANSWERS, OUTPUTS, Case
 from flashpoint_kernels.judging.exact import bounds, places
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.process import EndedError, Worker
-from flashpoint_kernels.judging.signatures import Call, Signature, call_of
+from flashpoint_kernels.judging.signatures import Call, Signature, UnusableError, call_of
 
 CACHE_BYTES = 192 << 20  # bytes of exact answers that are kept for the judgement of the next function
 _BUGS = {
@@ -32,6 +32,7 @@ _BUGS = {
     "KeyboardInterrupt",
     "AssertionError",
 }
+_EXTRA = ("attn_mask", "sinks")  # inputs whose gradients a function need not have
 _CUDA = ("CUDA error", "illegal memory access", "device-side assert", "misaligned address")
 Exact = tuple[dict[str, Limits], Tensor]  # the limits of each answer, and which rows are ill-posed
 
@@ -70,7 +71,7 @@ class Outcome:
         """Return this outcome for the report."""
         ratios = self.strict if imprecise else self.excess
         about: dict[str, Any] = {"relation": self.relation, "problem": str(self.case), "case": self.case.to_dict()}
-        bad = [n for n in OUTPUTS if ratios.get(n, 0.0) > 1]
+        bad = [n for n in ANSWERS if ratios.get(n, 0.0) > 1]
         if not bad:
             return Failure(**about, text=self.text)
         name = bad[0] if "o" in bad else max(bad, key=lambda n: ratios[n])
@@ -95,7 +96,7 @@ class Outcome:
         )  # fmt: skip
 
     def dtype_of(self, name: str) -> str:
-        return "float32" if name == "lse" else self.case.dtype
+        return "float32" if name in ("lse", "dsinks") else self.case.dtype
 
 
 class StopError(Exception):
@@ -131,11 +132,18 @@ class Trial:
         self.precision, self.timeout, self.nan_rows = precision, timeout, nan_rows
         self.ended = 0
         self.forward_only = False
-        self.timed: list[tuple[int, float]] = []  # (number of scores, seconds) of each call
+        self.extra = True  # gradients of masks and sinks are requested
+        self.shapes: Any = None  # the `Shapes` that the function accepts, once a case was refused
+        self.timed: list[tuple[int, int, float]] = []  # (number of scores, of programs, seconds) of each call
         self.ahead: dict[Case, Future[tuple[Call, Exact]]] = {}
         self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self.accepted: set[Any] = set()
         self.with_gradients: set[Any] = set()
+
+    def fitted(self, case: Case) -> Case | None:
+        """Return a case like `case` that the function accepts, as far as is known; None if there is none."""
+        case = self.signature.fit(self.shapes.project(case) if self.shapes else case)
+        return None if self.signature.refuses(case) is not None else case
 
     def prepare(self, cases: Iterable[Case]) -> None:
         """Start to compute the exact answers of coming cases, while the function runs another case."""
@@ -178,6 +186,8 @@ class Trial:
         request = call.request | mode
         if self.forward_only or case.forward:
             request["leaves"] = []
+        if not self.extra:
+            request["leaves"] = [name for name in request["leaves"] if name not in _EXTRA]
         if request["leaves"] and self.signature.packed and "leaves" in mode:
             request["leaves"] = call.request["leaves"]
         if not request["leaves"]:
@@ -209,7 +219,8 @@ class Trial:
         clock.kernel += facts.get("seconds", 0.0)
         error = facts.get("error")
         if error is None:
-            self.timed.append((max(1000, outcome.case.scores), facts.get("seconds", 0.0)))
+            case = outcome.case
+            self.timed.append((max(1000, case.scores), case.programs, facts.get("seconds", 0.0)))
         if error is not None:
             self._refused(outcome, error)
             return
@@ -244,6 +255,10 @@ class Trial:
                 outcome.status = "refused"
         if error["memory"]:
             outcome.status = "ended"
+        if "0 active drivers" in error["text"]:
+            raise UnusableError(
+                "it calls a Triton kernel, which needs a GPU: set TRITON_INTERPRET=1 to run it in Triton's interpreter"
+            )
         if any(word in error["text"] for word in _CUDA):  # a CUDA error of this kind affects all later calls
             self.worker.stop()
 
@@ -295,7 +310,7 @@ class Trial:
         for name, answer in outcome.answers.items():
             if name not in limits:
                 continue
-            if self.nan_rows and name in ("o", "dq", "dk", "dv"):
+            if self.nan_rows and name not in ("lse", "dsinks"):
                 answer = self._without_empty(name, answer, outcome)
                 outcome.answers[name] = answer
             if answer.shape != limits[name].value.shape:
@@ -305,9 +320,13 @@ class Trial:
             outcome.strict[name] = float(strict.max()) if strict.numel() else 0.0
             outcome.excess[name] = float(loose.max()) if loose.numel() else 0.0
         if "grad_error" in facts:
-            outcome.text = f"its gradient raised {facts['grad_error']['type']}: {facts['grad_error']['text']}"
-        unused = [n for n in facts.get("unused", ()) if n in outcome.request["leaves"]]
-        if unused and len(unused) < len(outcome.request["leaves"]):
+            error = facts["grad_error"]
+            outcome.text = f"its gradient raised {error['type']}: {error['text']}"
+            if error["type"] != "NotImplementedError":  # which means that the function has no gradient
+                problems.append(outcome.text)
+        leaves = [n for n in outcome.request["leaves"] if n not in _EXTRA]
+        unused = [n for n in facts.get("unused", ()) if n in leaves]
+        if unused and len(unused) < len(leaves):
             problems.append(f"no gradient reaches {', '.join(unused)}")
         if facts.get("changed"):
             problems.append(f"the call changes its input {', '.join(facts['changed'])}")
@@ -321,7 +340,7 @@ class Trial:
             )
         if facts.get("state"):
             problems.append(f"the call changes torch's {', '.join(facts['state'])}")
-        if outcome.wrong_outputs or problems:
+        if any(ratio > 1 for ratio in outcome.excess.values()) or problems:
             outcome.status = "wrong"
         elif any(ratio > 1 for ratio in outcome.strict.values()):
             outcome.status = "imprecise"
@@ -340,6 +359,8 @@ class Trial:
         empty = lse == -math.inf
         if not bool(empty.any()):
             return answer
+        if name == "dattn_mask":
+            return answer.where(~answer.isnan(), outcome.limits[name].value.to(answer.dtype))
         if name in ("o", "dq") and answer.shape[:-1] == empty.shape:
             return answer.masked_fill(empty[..., None] & answer.isnan(), 0.0)
         if name in ("dk", "dv") and answer.shape == outcome.limits[name].value.shape:
@@ -350,14 +371,17 @@ class Trial:
         return answer
 
     def affordable(self, case: Case) -> bool:
-        """Return whether a case fits into the remaining time, estimated from earlier calls of similar size.
+        """Return whether a case fits into the remaining time, estimated from earlier calls.
 
         Ignore the first call, and use the fastest of the large calls: slower ones may include imports or compilation.
+        Each program takes at least as long as in the call with the fastest ones, which an interpreter runs in turn.
         """
         known = self.timed[1:]
-        largest = max((scores for scores, _ in known), default=0)
-        rate = min((seconds / scores for scores, seconds in known if 4 * scores >= largest), default=0.0)
-        return rate * case.scores < min(0.3 * self.timeout, max(1.0, self.clock.left / 4))
+        largest = max((scores for scores, _, _ in known), default=0)
+        rate = min((seconds / scores for scores, _, seconds in known if 4 * scores >= largest), default=0.0)
+        each = min((seconds / programs for _, programs, seconds in known), default=0.0)
+        expected = max(rate * case.scores, each * case.programs)
+        return expected < min(0.3 * self.timeout, max(1.0, self.clock.left / 4))
 
 
 class _Cache:
@@ -397,7 +421,8 @@ def exact(call: Call, *, gradients: bool) -> Exact:
     key = (call.case, gradients, call.problem.spec.options, sums, call.signature.ragged)
     limits_and_rows = _cache.get(key)
     if limits_and_rows is None:
-        limits_and_rows = bounds.limits(call.problem, OUTPUTS if gradients else OUTPUTS[:2])
+        masks = [n for n in ANSWERS[5:] if n[1:] in call.tensors and call.tensors[n[1:]].is_floating_point()]
+        limits_and_rows = bounds.limits(call.problem, (*OUTPUTS, *masks) if gradients else OUTPUTS[:2])
         _cache.put(key, limits_and_rows)
     return limits_and_rows
 

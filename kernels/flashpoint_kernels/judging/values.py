@@ -207,6 +207,29 @@ def _edges(d: Draw) -> None:
         d.q *= 2
 
 
+def _aimed(d: Draw) -> None:
+    """Make each query attend mainly to one key: at a limit of the keys that it sees, just outside, or at a tile's edge.
+
+    Options that hide a wrong key, or too few, then change the output by more than rounding does.
+    """
+    case, m, n = d.case, d.case.kv_len, d.case.q_len
+    left, right = case.window
+    at = torch.arange(n, dtype=torch.int64, device="cpu") + m - n
+    low = (at - left).clamp(0, m - 1) if left >= 0 else torch.zeros_like(at)
+    high = torch.full_like(at, m - 1)
+    for limit in ([right] if right >= 0 else []) + ([0] if case.causal else []):
+        high = torch.minimum(high, (at + limit).clamp_min(0))
+    inside = low + (d.uniform(n) * (high - low + 1)).long()
+    edges = [x for x in (*_EDGES, *_FAR_EDGES) if x < m]
+    edge = torch.tensor(edges, dtype=torch.int64, device="cpu")[(d.uniform(n) * len(edges)).long()]
+    tile = high // 64 * 64
+    targets = torch.stack([low, high, low - 1, high + 1, inside, inside, edge, tile, tile - 1, torch.zeros_like(at)])
+    start = d.key()  # few rows see few targets: other seeds begin with others
+    chosen = targets[(at + start) % len(targets), torch.arange(n, dtype=torch.int64, device="cpu")].clamp(0, m - 1)
+    keys = torch.nn.functional.normalize(d.k[:, :, chosen], dim=-1).repeat_interleave(case.group, 1)
+    d.q[:] = (6 if m > 4096 else 3) * keys * d.root
+
+
 def _offset(d: Draw) -> None:
     d.v += 100
     d.do += 3
@@ -232,6 +255,13 @@ def _small(d: Draw) -> None:
     d.q.mul_(0.1)
 
 
+def _tiny(d: Draw) -> None:
+    """Make all values and gradients less than 1e-6, except in float16, whose smallest numbers they would be."""
+    factor = 2.0**-13 if d.case.dtype == "float16" else 2.0**-30
+    d.v.mul_(factor)
+    d.do.mul_(factor)
+
+
 def _sharp(d: Draw) -> None:
     """Make scores with a standard deviation of 4: most weight is on few keys."""
     d.q.mul_(4)
@@ -241,8 +271,8 @@ KINDS: Mapping[str, Callable[[Draw], None]] = {
     "normal": lambda d: None,
     "massive": _massive, "low": _low, "neg": _neg, "high": _high, "gap": _gap, "rising": _rising, "lastmax": _lastmax,
     "ties": _ties, "dup": _dup, "edges": _edges, "offset": _offset, "flat": _flat, "unseen": _unseen, "small": _small,
-    "sharp": _sharp, "low-exact": _low_exact, "neg-exact": _neg_exact, "high-exact": _high_exact,
-    "gap-exact": _gap_exact, "rising-exact": _rising_exact, "lastmax-exact": _lastmax_exact,
+    "sharp": _sharp, "tiny": _tiny, "aimed": _aimed, "low-exact": _low_exact, "neg-exact": _neg_exact,
+    "high-exact": _high_exact, "gap-exact": _gap_exact, "rising-exact": _rising_exact, "lastmax-exact": _lastmax_exact,
     "falling-exact": _falling_exact, "mixed-exact": _mixed_exact,
 }  # fmt: skip
 EXACT = tuple(name for name in KINDS if name.endswith("-exact"))
@@ -262,16 +292,37 @@ def draw(case: Any) -> dict[str, Tensor]:
         drawn.do.fill_(1.0)
     to = DTYPES[case.dtype]
     tensors = {"q": drawn.q.to(to), "k": drawn.k.to(to), "v": drawn.v.to(to), "do": drawn.do.to(to)}
-    kind, _, form = case.mask.partition("-")
-    if kind:
-        size = {"": (b, hq, n, m), "keys": (b, 1, 1, m), "heads": (1, hq, n, m)}[form]
-        mask = torch.rand(size, generator=g, dtype=torch.float32, device="cpu") < 0.7
-        mask[..., 0] = True  # each row sees key 0: other cases, with `causal` or a window, test rows without keys
-        tensors["attn_mask"] = mask if kind == "bool" else normal(*size).mul_(2).masked_fill(~mask, -math.inf).to(to)
-    if "alibi_slopes" in case.extras:
-        tensors["alibi_slopes"] = torch.exp2(-8.0 * torch.arange(1, hq + 1, dtype=torch.float32, device="cpu") / hq)
-    if "sinks" in case.extras:
-        tensors["sinks"] = normal(hq)
+    if case.mask:
+        tensors["attn_mask"] = _mask(case, normal, g).to(torch.bool if case.mask.startswith("bool") else to)
+    if "alibi_slopes" in case.extras:  # not the usual slopes, which a function may compute itself
+        usual = torch.exp2(-8.0 * torch.arange(1, hq + 1, dtype=torch.float32, device="cpu") / hq)
+        tensors["alibi_slopes"] = usual * (0.5 + drawn.uniform(hq))
+    if "sinks" in case.extras:  # as large as all weights of a row together: a sink that is ignored changes the output
+        scores = drawn.q[:, :, :8] @ drawn.k.repeat_interleave(case.group, 1).mT / drawn.root
+        tensors["sinks"] = normal(hq) + scores.clamp(-1e4, 1e4).logsumexp(-1).mean((0, 2))
     if "kv_lengths" in case.extras:
         tensors["kv_lengths"] = torch.randint(1, m + 1, (b,), generator=g, dtype=torch.int32, device="cpu")
     return tensors
+
+
+def _mask(case: Any, normal: Callable[..., Tensor], g: torch.Generator) -> Tensor:
+    """Return a mask of the form and with the hidden keys that `case.mask` names (see `Case`)."""
+    b, hq, n, m = case.batch, case.q_heads, case.q_len, case.kv_len
+    kind, *parts = case.mask.split("-")
+    shapes = {"keys": (b, 1, 1, m), "heads": (1, hq, n, m), "one": (b, 1, n, m), "plane": (n, m), "rows": (b, hq, n, 1)}
+    size = next((shapes[part] for part in parts if part in shapes), (b, hq, n, m))
+
+    def chance(*size: int) -> Tensor:
+        return torch.rand(size, generator=g, dtype=torch.float32, device="cpu")
+
+    seen = chance(*size) < 0.7
+    if "tiles" in parts:  # whole tiles of keys are hidden, and for most rows the first ones
+        tile = 16 << int(torch.randint(4, (1,), generator=g, dtype=torch.int64, device="cpu"))
+        seen = (chance(*size[:-1], -(-m // tile)) < 0.5).repeat_interleave(tile, -1)[..., :m]
+        seen[..., : m // 2 // tile * tile] &= chance(*size[:-1], 1) < 0.3
+        seen[..., -1] = True
+    elif "rows" not in parts:
+        seen[..., 0] = True  # each row sees key 0: other cases test rows without keys
+    if "empty" in parts:  # whole rows are hidden
+        seen &= chance(*size[:-1], 1) < 0.7
+    return seen if kind == "bool" else normal(*size).mul_(2).masked_fill(~seen, -math.inf)

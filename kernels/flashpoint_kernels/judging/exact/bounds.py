@@ -205,14 +205,14 @@ class _Chunk:
         """Return rows (n, Hq, S, d) times keys (n, Hk, m, d) transposed: (n, Hq, S, m)."""
         self.batch.pause()
         n, heads, length, _ = rows.shape
-        grouped = rows.reshape(n, -1, self.batch.group * length, rows.shape[-1])
+        grouped = rows.reshape(n, keys.shape[1], self.batch.group * length, rows.shape[-1])
         return (grouped @ keys.mT).view(n, heads, length, keys.shape[2])
 
     def onto_keys(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return rows (n, Hq, S, m) times keys (n, Hk, m, d): (n, Hq, S, d)."""
         self.batch.pause()
         n, heads, length, _ = rows.shape
-        grouped = rows.reshape(n, -1, self.batch.group * length, rows.shape[-1])
+        grouped = rows.reshape(n, keys.shape[1], self.batch.group * length, rows.shape[-1])
         return (grouped @ keys).view(n, heads, length, keys.shape[-1])
 
     def seen(self, ahead: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ def index(at: Sequence[int], name: str, ragged: bool = False) -> str:
     axes: tuple[str, ...] = ("batch", "head", row, "column") if not ragged else (row, "head", "column")
     if name == "lse" and ragged:
         axes = ("head", "row")
+    if name in ("dattn_mask", "dsinks"):
+        axes = ("batch", "head", "row", "key")[-len(at) :] if name == "dattn_mask" else ("head",)
     return ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=False))
 
 
@@ -28,9 +30,9 @@ def where(wrong: Tensor, name: str) -> str:
         wrong = wrong[..., None]
     if wrong.ndim != 4 or not bool(wrong.any()):
         return ""
-    row = "key" if name in ("dk", "dv") else "row"
+    row, column = "key" if name in ("dk", "dv") else "row", "key" if name == "dattn_mask" else "column"
     parts = []
-    for axis, word in ((0, "sequence"), (1, "head"), (2, row), (3, "column")):
+    for axis, word in ((0, "sequence"), (1, "head"), (2, row), (3, column)):
         hit = wrong.any(dim=[a for a in range(4) if a != axis])
         if bool(hit.all()):
             continue
