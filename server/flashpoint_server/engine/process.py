@@ -29,13 +29,13 @@ from flashpoint_server.processes.parent import (
 )
 
 if TYPE_CHECKING:
-    from flashpoint_server.engine.execution.device import TorchDevice
+    from flashpoint_server.engine.execution.device import Device
     from flashpoint_server.engine.scheduling.tasks import Plugin
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
-def main(start: Callable[[str], TorchDevice] | None = None) -> int:
+def main(start: Callable[[str], Device] | None = None) -> int:
     """Serve until SIGTERM. Return the exit code. `start` opens the device; tests pass their own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
@@ -63,7 +63,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     from flashpoint_server.engine import self_test  # imported after the setup above: torch takes seconds to import
     from flashpoint_server.engine.benchmarks.jobs import BenchmarkJobs
     from flashpoint_server.engine.caches.store import CacheStore
-    from flashpoint_server.engine.execution.device import DeviceMissingError
+    from flashpoint_server.engine.execution.cuda import DeviceMissingError
     from flashpoint_server.engine.execution.executor import Executor
     from flashpoint_server.engine.loop import EngineLoop, Waker
     from flashpoint_server.engine.scheduling.scheduler import Scheduler
@@ -99,7 +99,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks, *plugins], ledger)
     loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()
-    if device.is_cpu:
+    if device.shares_cores:
         let_others_first()  # leave the cores to the HTTP processes when they need them
     about = device.info
     if about.no_kernels:

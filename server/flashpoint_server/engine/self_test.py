@@ -17,9 +17,12 @@ from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.dispatching.support import unsupported
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 from flashpoint_kernels.tiled_backend import tiles
+from flashpoint_server.engine.benchmarks import local
 from flashpoint_server.engine.checks import cases, problems
 from flashpoint_server.engine.checks.exact import Case
-from flashpoint_server.engine.execution.device import TorchDevice
+from flashpoint_server.engine.execution.cpu import CpuDevice
+from flashpoint_server.engine.execution.cuda import CudaDevice
+from flashpoint_server.engine.execution.device import Device
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -31,12 +34,23 @@ _FEW = 12  # problems for `reference`, of which each takes 3 ms
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def start(name: str) -> TorchDevice:
+def start(name: str) -> Device:
     """Return the device `name` (auto, cpu, cuda or cuda:N), checked and calibrated. Raises RuntimeError."""
-    device = TorchDevice.open(name)
+    device = open_device(name)
     check_backends(device)
     calibrate(device)
     return device
+
+
+def open_device(name: str, cpu: type[CpuDevice] = CpuDevice, cuda: type[CudaDevice] = CudaDevice) -> Device:
+    """Open the device `name`: auto, cpu, cuda or cuda:N. Raises DeviceMissingError if it does not exist."""
+    # Code that needs more threads sets their number itself: see flashpoint_kernels.problems.reproducible.
+    torch.set_num_threads(1)
+    if name.startswith("cuda"):
+        return cuda.open(name)
+    if name == "auto" and torch.cuda.is_available():
+        return cuda.open("cuda")
+    return cpu.open(local.no_gpu() if name == "auto" else "")
 
 
 def may_pass(error: Exception) -> bool:
@@ -44,13 +58,13 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
-def check_backends(device: TorchDevice) -> None:
+def check_backends(device: Device) -> None:
     """Compare every kernel of this device with exact answers, and switch off those that are wrong.
 
     A compiler may have made wrong code. The next lower level replaces a kernel in C, and the next backend replaces a
     backend. Raises RuntimeError if no backend is right but `reference`, or if `reference` is wrong.
     """
-    if device.is_cpu:
+    if isinstance(device, CpuDevice):
         _check_cpu(device)
     else:
         _check_gpu(device)
@@ -62,7 +76,7 @@ def check_backends(device: TorchDevice) -> None:
     device.empty_cache()
 
 
-def _check_cpu(device: TorchDevice) -> None:
+def _check_cpu(device: Device) -> None:
     if "cpu" in device.info.backends:
         blocks = _BLOCKS.get(device.info.gradient_kernels["bfloat16"], _BLOCK)
         each, every = solved(cases.cases(*blocks)), solved(cases.cuts(*blocks))
@@ -76,7 +90,7 @@ def _check_cpu(device: TorchDevice) -> None:
         _check(device, "triton", _wrong(solved([cases.small()]), DTYPES[::2], "cpu", "triton"))
 
 
-def _check_gpu(device: TorchDevice) -> None:
+def _check_gpu(device: Device) -> None:
     every = solved(cases.compiled())
     for backend in device.info.backends:
         if backend == "reference":
@@ -92,14 +106,14 @@ def _check_gpu(device: TorchDevice) -> None:
         _check(device, backend, _wrong(every, DTYPES, device.info.name, backend))
 
 
-def calibrate(device: TorchDevice) -> None:
+def calibrate(device: Device) -> None:
     """Store the rates of each backend in `device.info`, from which the seconds of requests are predicted.
 
     A CPU's rates are measured. A GPU's rates follow from its measured FLOP/s.
     """
     info = device.info
     rates = {
-        backend: calibration.measure(backend) if device.is_cpu else calibration.of_gpu(backend, info.speed)
+        backend: calibration.measure(backend) if info.name == "cpu" else calibration.of_gpu(backend, info.speed)
         for backend in info.backends
     }
     device.info = msgspec.structs.replace(info, rates=rates)
@@ -173,12 +187,12 @@ def _first(found: Iterator[str]) -> str | None:
     return next(found, None)
 
 
-def _check(device: TorchDevice, backend: str, found: Iterator[str]) -> None:
+def _check(device: Device, backend: str, found: Iterator[str]) -> None:
     if wrong := _first(found):
         _switch_off(device, {backend: wrong})
 
 
-def _switch_off(device: TorchDevice, wrong: dict[str, str]) -> None:
+def _switch_off(device: Device, wrong: dict[str, str]) -> None:
     for name, reason in wrong.items():
         log.error("kernel switched off", kernel=name, reason=reason, device=device.info.name)
     device.switch_off({name: f"the check at the engine's start: {reason}" for name, reason in wrong.items()})

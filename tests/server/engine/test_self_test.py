@@ -21,7 +21,7 @@ from flashpoint_kernels.native.forward import TASK, Forward
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.reference_backend import formula
 from flashpoint_kernels.tiled_backend import tiles
-from flashpoint_server.engine.execution.device import TorchDevice
+from flashpoint_server.engine.execution.cpu import CpuDevice
 from flashpoint_server.engine.self_test import check_backends, may_pass
 
 BEST = native.names("backward").get("bfloat16", "c-none").removeprefix("c-")
@@ -43,8 +43,8 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def checked() -> TorchDevice:
-    device = TorchDevice.open("cpu")
+def checked() -> CpuDevice:
+    device = CpuDevice.open()
     check_backends(device)
     return device
 

@@ -42,7 +42,9 @@ from flashpoint_server.engine import loop, process, self_test
 from flashpoint_server.engine.caches import store
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.execution import executor
-from flashpoint_server.engine.execution.device import DeviceLostError, TorchDevice
+from flashpoint_server.engine.execution.cpu import CpuDevice
+from flashpoint_server.engine.execution.cuda import CudaDevice
+from flashpoint_server.engine.execution.device import DeviceLostError
 from flashpoint_server.engine.scheduling import scheduler
 from flashpoint_server.engine.scheduling.engine_request import Group, OutOfMemoryError
 from flashpoint_server.engine.scheduling.tasks import Compute
@@ -63,7 +65,7 @@ def gate(which):
     return Path(os.environ.get("FLASHPOINT_TEST_GATE", os.devnull)).with_suffix(f".{which}")
 
 
-class FaultyDevice(TorchDevice):
+class Faulty:
     def __init__(self, info):
         super().__init__(info)
         self.launches = 1  # one launch at a time, even on a GPU: while it waits at a gate, all other launches wait
@@ -74,13 +76,13 @@ class FaultyDevice(TorchDevice):
         self.short = []  # weak references to tensors of launches that ran out of memory
 
     @classmethod
-    def open(cls, asked):
+    def open(cls, *asked):
         while gate("closed").exists():
             time.sleep(0.005)
         if gate("short").exists():
             gate("short").rename(gate("left"))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
-        return super().open(asked)
+        return super().open(*asked)
 
     def cuts(self, backend):
         return super().cuts(backend) and backend != "reference"
@@ -149,10 +151,18 @@ class FaultyDevice(TorchDevice):
             self.last[shapes] = outputs
 
 
+class FaultyCpu(Faulty, CpuDevice):
+    pass
+
+
+class FaultyGpu(Faulty, CudaDevice):
+    pass
+
+
 def start(asked):
     """Open and return a device that predicts durations from fixed rates. On the CPU, do not check its backends."""
-    device = FaultyDevice.open(asked)
-    if not device.is_cpu:
+    device = self_test.open_device(asked, FaultyCpu, FaultyGpu)
+    if isinstance(device, FaultyGpu):
         self_test.check_backends(device)
     name = "cuda:7" if gate("moved").exists() else device.info.name
     rates = {backend: NOMINAL[backend] for backend in device.info.backends}
@@ -183,7 +193,7 @@ class TellingExecutor(executor.Executor):
                 log.error("loud", request_id=name, text="x" * 1000)
         if name.startswith("step-") and number == 2:
             log.debug("held", request_id=name)
-            FaultyDevice.wait("step")
+            Faulty.wait("step")
 
 
 class TellingScheduler(scheduler.Scheduler):

@@ -18,7 +18,7 @@ from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.cache_calls import execute
 from flashpoint_server.engine.caches.parts import CachedPart
-from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
+from flashpoint_server.engine.execution.device import NO_COPIES, Device, DeviceLostError, Stages
 from flashpoint_server.engine.execution.kernel_threads import KernelThreads
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, account
 from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compute, Launch, SaveForward, Split, Task
@@ -51,7 +51,7 @@ class Executor:
     """
 
     def __init__(
-        self, device: TorchDevice, budget: Budget, hang_timeout: float,
+        self, device: Device, budget: Budget, hang_timeout: float,
         answered: Callable[[EngineRequest], None] | None = None,
     ) -> None:  # fmt: skip
         self.device = device
@@ -154,10 +154,9 @@ class Executor:
 
     def _call(self, request: EngineRequest) -> CachedCall:
         """Return a request's tensors and caches as a `CachedCall`. Raises Refusal 422."""
-        device, cache_ref = self.device, request.attention.cache_ref
+        cache_ref = request.attention.cache_ref
         assert cache_ref is not None
-        of = device.call_tensors
-        tensors = request.tensors(of) if device.is_cpu else of(request)
+        tensors = self.device.call_tensors(request)
         return CachedCall.of_request(tensors, cache_ref, request.submit.inputs, request.memory)
 
     def _keep(self, request: EngineRequest) -> Exception | None:

@@ -61,7 +61,7 @@ LONGER = 2.0  # a request is cut together with another only if it takes at most 
 class Resources(Protocol):
     """The device as the scheduler sees it: how much runs in parallel, and how requests are prepared."""
 
-    is_cpu: bool
+    shares_cores: bool
     cores: int
     launches: int
 
@@ -391,7 +391,7 @@ class Scheduler:
     @property
     def _may_launch(self) -> bool:
         """Whether another launch may start: fewer than the device's maximum run, and on a CPU a core is free."""
-        free = self._running < self._device.cores or not self._device.is_cpu
+        free = self._running < self._device.cores or not self._device.shares_cores
         return free and self._launches < self._device.launches
 
     def _has_lane(self, item: EngineRequest | Group) -> bool:

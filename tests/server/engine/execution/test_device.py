@@ -1,4 +1,4 @@
-"""`TorchDevice` reads and writes shared memory, and classifies errors."""
+"""A device reads and writes shared memory, and classifies errors."""
 
 import mmap
 import os
@@ -17,8 +17,11 @@ import torch
 
 from flashpoint_contract.options import Options
 from flashpoint_server.engine.benchmarks import local
-from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError, TorchDevice
+from flashpoint_server.engine.execution.cpu import CpuDevice
+from flashpoint_server.engine.execution.cuda import CudaDevice
+from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, Worker
+from flashpoint_server.engine.self_test import open_device
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
 from flashpoint_server.ipc.messages import DeviceInfo, Submit
 from flashpoint_server.refusal import Refusal
@@ -27,7 +30,7 @@ from tests.support.messages import message, post, problem, small
 
 @pytest.fixture(scope="module")
 def device():
-    return TorchDevice.open("cpu")
+    return CpuDevice.open()
 
 
 ROOT = Path(__file__).parents[4]
@@ -54,7 +57,7 @@ def submit(inputs, outputs, room=1 << 16, **options):
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="device cuda:3 is not available: torch finds no CUDA device"):
-        TorchDevice.open("cuda:3")
+        open_device("cuda:3")
 
 
 def test_answers_are_written_where_they_are_wanted(device):
@@ -89,7 +92,7 @@ def test_index_tensors_that_do_not_fit_are_422(device):
     assert [field for field, _ in caught.value.errors] == ["kv_lengths"]
 
 
-class Gpu(TorchDevice):
+class Gpu(CudaDevice):
     """A device that classifies errors as on a GPU. `works`: the result of the check whether CUDA still works."""
 
     def __init__(self, works):
@@ -128,12 +131,11 @@ COMPILE = """
 import numpy as np
 from tests.server.engine.execution.test_device import submit
 from flashpoint_kernels.triton_backend.tools import ahead
-from flashpoint_server.engine.execution.device import TorchDevice
+from flashpoint_server.engine.execution.cuda import CudaDevice
 from flashpoint_server.ipc.messages import DeviceInfo
 
 ahead.pretend(90)
-device = TorchDevice(DeviceInfo("cpu", "an sm_90 for who compiles", 0, ("triton",), 1.0))
-device.is_cpu = False
+device = CudaDevice(DeviceInfo("cpu", "an sm_90 for who compiles", 0, ("triton",), 1.0))
 shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 9, 16), "v": (1, 1, 9, 16)}
 tensors = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
 job = submit(tensors, {"o": shapes["q"]}, room=1 << 20)
@@ -158,13 +160,13 @@ def test_a_cuda_build_of_torch_that_finds_no_gpu_says_so(monkeypatch):
 
     tests/docker/test_gpu_image.py tests this with a real CUDA build.
     """
-    assert TorchDevice.open("auto").info.no_gpu == ""  # this torch is built for the CPU, or has a GPU
+    assert open_device("auto").info.no_gpu == ""  # this torch is built for the CPU, or has a GPU
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    reason = TorchDevice.open("auto").info.no_gpu
+    reason = open_device("auto").info.no_gpu
     assert reason.startswith("torch is built for CUDA 13.0 but finds no GPU, so the CPU computes")
     assert reason in local.info()["missing"]
-    assert TorchDevice.open("cpu").info.no_gpu == ""
+    assert open_device("cpu").info.no_gpu == ""
 
 
 GOOD = small()

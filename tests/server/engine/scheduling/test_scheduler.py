@@ -44,7 +44,7 @@ class Resources:
     Calls whose cache numbers have the same last digit are kin: their caches share the first keys. 0 has no kin.
     """
 
-    is_cpu = True
+    shares_cores = True
     cores = 2
     launches = 1
 
