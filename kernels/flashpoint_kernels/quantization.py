@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.tensors import EIGHT_BIT, FLOATS
@@ -30,6 +31,9 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tenso
     Raises:
         ProblemError: a ValueError that names `x` or `dtype`.
     """
+    if has_torch_function((x,)):
+        answer: tuple[Tensor, Tensor] = handle_torch_function(quantize, (x,), x, dtype)
+        return answer
     if not isinstance(x, Tensor) or str(x.dtype).removeprefix("torch.") not in FLOATS or x.ndim < 1:
         raise ProblemError([("x", f"must be a tensor (..., D) of {', '.join(FLOATS)}")])
     if dtype not in _LARGEST:
@@ -59,6 +63,9 @@ def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch
     Raises:
         ProblemError: a ValueError that names `values` or `scale`.
     """
+    if has_torch_function((values, scale)):
+        answer: Tensor = handle_torch_function(dequantize, (values, scale), values, scale, dtype)
+        return answer
     if not isinstance(values, Tensor) or values.dtype not in _LARGEST or values.ndim < 1:
         raise ProblemError([("values", f"must be a tensor (..., D) of {' or '.join(EIGHT_BIT)}")])
     check_memory(values=values, scale=scale)

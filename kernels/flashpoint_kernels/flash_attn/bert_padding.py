@@ -6,26 +6,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flashpoint_kernels.operators.torch_rules import overridable
 from flashpoint_kernels.problems.memory import check_memory
 
 
+@overridable
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of x (n, …) at the given indices."""
     check_memory(x=x, indices=indices)
     return x[indices]
 
 
+@overridable
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Return (first_axis_dim, …) with `values` in the rows `indices`, and 0 elsewhere."""
     check_memory(values=values, indices=indices)
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
+@overridable
 def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of x at the given indices, and x detached from autograd."""
     return index_first_axis(x, indices), x.detach()
 
 
+@overridable
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -49,6 +54,7 @@ def unpad_input(
     return rows, indices, starts, int(lengths.max()), attention_mask.sum(-1, dtype=torch.int32)
 
 
+@overridable
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -66,6 +72,7 @@ def unpad_input_for_concatenated_sequences(
     return hidden_states.flatten(0, 1)[indices], indices, starts, int(lengths.max())
 
 
+@overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Return (batch, seqlen, …): the given rows at their original positions, and 0 elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)

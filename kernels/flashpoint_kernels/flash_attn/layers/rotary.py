@@ -68,11 +68,13 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+@overridable
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Return x (B, S, H, D) with the rotary embedding of its positions, which begin at 0."""
     return apply_rotary_emb(x, cos, sin, interleaved)
 
 
+@overridable
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -101,6 +103,7 @@ def apply_rotary_emb_qkv_(
     return qkv
 
 
+@overridable
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
