@@ -114,7 +114,7 @@ def commands() -> str:
     for name in COMMANDS:
         command = load(name)
         context = command.make_context(f"flashpoint {name}", [], resilient_parsing=True)
-        if name in ("serve", "config", "health"):
+        if name in ("serve", "config"):
             text = " ".join((command.help or "").split())
         else:
             with mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):

@@ -27,6 +27,8 @@ RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
 INTERRUPTED = 130  # shells use this exit code for a program that SIGINT has ended
 CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time, 130 Ctrl-C"
 
+_ASK = "flashpoint info --url URL asks a server at another address"
+
 # Patterns that find the values in the messages of Typer and pydantic.
 _QUOTED = re.compile(r"'([^']*)'")
 _EXTRA = re.compile(r"Got unexpected extra argument.*\((.*)\)")
@@ -188,6 +190,8 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
     message = error.message
     option = getattr(error, "option_name", None) or _blamed(error)
     if hasattr(error, "possibilities"):  # the error is about an unknown option
+        if error.option_name == "--url":
+            return "--url: is no option of this command, which works on this machine alone", _ASK
         parser = error.ctx.command.get_params(error.ctx)
         near = meant_option(error.option_name, [each for one in parser for each in (*one.opts, *one.secondary_opts)])
         return f"{option}: unknown option", f"did you mean {near}?" if near else f"{name} --help lists the options"

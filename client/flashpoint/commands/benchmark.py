@@ -19,7 +19,20 @@ from flashpoint._client.runs import BenchmarkRun
 from flashpoint.commands import running
 from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
-from flashpoint.commands.running import INTS, Json, Key, Plot, Theme, Timeout, Url, group, of_output, of_shape, words
+from flashpoint.commands.running import (
+    INTS,
+    Json,
+    Key,
+    Plot,
+    Theme,
+    Timeout,
+    Url,
+    dtype_of,
+    group,
+    of_output,
+    of_shape,
+    words,
+)
 from flashpoint.commands.terminal.tables import OF_NAIVE, benchmark_tables, machine, named_rows, problem
 from flashpoint.commands.verify_kernel import load_kernel
 from flashpoint.errors import FlashpointError
@@ -48,7 +61,7 @@ Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
 _of_timing = group("Timing")
 _KERNEL = "Time your own function too, called as function(q, k, v, causal=…), of torch tensors (B, H, S, D)."
 _LENGTHS, _HEADS = (256, 512, 1024), 8  # defaults if no sizes are given
-_DTYPES, _DIRECTIONS = words(lambda: get_args(TimedDtype)), words(lambda: get_args(Direction))
+_DTYPES, _DIRECTIONS = dtype_of(TimedDtype, several=True), words(lambda: get_args(Direction))
 _BACKENDS = words(of_kernels("timing.case", "TIMED"))
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 

@@ -15,7 +15,7 @@ from flashpoint._calls.service import checked
 from flashpoint._client.client import Client
 from flashpoint.commands import running
 from flashpoint.commands.app import RIGHT, examples
-from flashpoint.commands.running import Json, Key, Timeout, Url, group, of_shape
+from flashpoint.commands.running import Json, Key, Timeout, Url, dtype_of, group, of_shape
 from flashpoint.commands.terminal.tables import number
 from flashpoint_contract.schemas.shapes import Dtype, Shape
 
@@ -40,7 +40,7 @@ def capacity(
     batch: Annotated[int, of_shape("Number of sequences.")] = 1,
     q_heads: Annotated[int, of_shape("Number of query heads.")] = 1,
     kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
-    dtype: Annotated[Dtype, of_shape("Data type of q, k and v.")] = "float32",
+    dtype: Annotated[Any, of_shape("Data type of q, k and v.", **dtype_of(Dtype))] = "float32",
     causal: Annotated[bool, of_shape("Count the pairs that a causal mask leaves.")] = False,
     side: Annotated[calculator.Side, of_shape("A forward, or a gradient with its o and lse.")] = "forward",
     cached: Annotated[bool, of_shape("k and v lie in KV caches on the server.")] = False,

@@ -31,6 +31,7 @@ _GROUPS = {
         "benchmark": "Time attention over a grid, on each backend.",
         "reproduce": "Measure here what papers and projects claim.",
         "capacity": "Predict how long a request takes and what a load needs.",
+        "loadtest": "Put load on a server, and check every answer.",
         "info": "Show device, versions, backends and the options of each.",
     },
 }

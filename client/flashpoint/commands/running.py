@@ -11,7 +11,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -36,6 +36,12 @@ STAGES = {
 WIDTH = 140  # characters in a table's line if the output is not a terminal
 NARROWEST, WIDEST = 40, 1000  # in a narrower terminal, lines break at its edge
 HEIGHT = 25  # lines; no output depends on it
+
+# The data types' names in torch, NumPy and other libraries.
+_DTYPES_ELSEWHERE = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "single": "float32",
+    "fp32": "float32", "f32": "float32", "double": "float64", "fp64": "float64", "f64": "float64",
+}  # fmt: skip
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
 
@@ -78,6 +84,28 @@ INTS: Any = {"parser": _ints, "metavar": "INT,…"}  # keywords of an option tha
 def words(choices: Callable[[], Sequence[str]]) -> dict[str, Any]:
     """Return Typer's keywords for an option that may be a list of names. A shell completes the choices."""
     return {"parser": _words, "metavar": "NAME,…", "autocompletion": completion.values(choices)}
+
+
+def dtype_of(kind: Any, *, several: bool = False) -> dict[str, Any]:
+    """Return Typer's keywords for an option that is a data type of the Literal `kind`, or a list of them.
+
+    Names of torch and NumPy are taken, too: half, torch.float16, double.
+    """
+    known = get_args(kind)
+
+    def one(text: str) -> str:
+        name = text.strip().lower().removeprefix("torch.").removeprefix("np.").removeprefix("numpy.")
+        name = _DTYPES_ELSEWHERE.get(name, name)
+        if name not in known:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, known))}")
+        return name
+
+    complete = completion.values(lambda: known)
+    if several:
+        return {
+            "parser": lambda text: tuple(map(one, _words(text))), "metavar": "NAME,…", "autocompletion": complete,
+        }  # fmt: skip
+    return {"parser": one, "metavar": "|".join(known), "autocompletion": complete}
 
 
 def server_of(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), reason: str = "") -> str | None:

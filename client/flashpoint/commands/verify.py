@@ -20,7 +20,7 @@ from flashpoint.cases import MEANT, read_case
 from flashpoint.commands import running, verify_kernel
 from flashpoint.commands.app import RIGHT, WRONG, CommandError, examples
 from flashpoint.commands.flags import takes_options
-from flashpoint.commands.running import Json, Key, Plot, Theme, Timeout, Url, group, of_shape, words
+from flashpoint.commands.running import Json, Key, Plot, Theme, Timeout, Url, dtype_of, group, of_shape, words
 from flashpoint.commands.terminal.tables import verification_table
 from flashpoint.errors import invalid
 from flashpoint_contract.judging import LAYOUTS as OF_KERNELS
@@ -65,7 +65,7 @@ EmptyRows = Literal["zero", "nan"]
 @partial(takes_options, layout=Layout)
 def verify(
     file: Annotated[Path | None, typer.Argument(help=_FILE, exists=True, dir_okay=False, readable=True)] = None,
-    kernel: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_KERNEL)] = None,
+    kernel: Annotated[str | None, of_kernel(_KERNEL, metavar="MODULE:FUNCTION")] = None,
     quick: Annotated[bool, of_kernel("About 10 seconds of the judge's own work, in place of 60.")] = False,
     require: Annotated[Any, of_kernel(_REQUIRE, **words(lambda: REQUIREMENTS))] = None,
     case: Annotated[str | None, of_kernel("One case alone, in JSON, as a report has it.", metavar="JSON")] = None,
@@ -84,7 +84,7 @@ def verify(
     batch: Annotated[int | None, of_shape("Number of sequences.", show_default="1")] = None,
     q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1")] = None,
     kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
-    dtype: Annotated[Dtype | None, of_shape("Data type of q, k, v and do.", show_default="float32")] = None,
+    dtype: Annotated[Any, of_shape("Data type of q, k, v and do.", show_default="float32", **dtype_of(Dtype))] = None,
     seed: Annotated[int | None, of_shape("Seed that the tensors are drawn from.", show_default="0")] = None,
     direction: Annotated[
         Direction | None, of_shape("Judge o and lse, gradients, or both.", show_default="both")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -35,15 +35,20 @@ _FILE_HELP = {
 }
 
 
-def takes_settings(command: Callable[..., int], kind: type[Settings] = Settings) -> Callable[..., int]:
-    """Add --config, --env-file and a flag for each setting to `command`. Its argument `sourced` gets the settings."""
+def takes_settings(
+    command: Callable[..., int], kind: type[Settings] = Settings, only: Container[str] = Settings.model_fields
+) -> Callable[..., int]:
+    """Add --config, --env-file and a flag for each setting in `only` to `command`.
+
+    The command's argument `sourced` gets all settings, from every source.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     of_command = [each for each in inspect.signature(command).parameters.values() if each.name != "sourced"]
-    flags = _flags()
+    flags = {name: flag for name, flag in _flags().items() if name in _FILE_HELP or name in only}
 
     @functools.wraps(command)
     def done(config: Path | None = None, env_file: Path | None = None, **keywords: Any) -> int:
-        given = {name: keywords.pop(name, None) for name in Settings.model_fields}
+        given = {name: keywords.pop(name, None) for name in Settings.model_fields if name in flags}
         texts = {name: _text(value) for name, value in given.items() if value not in (None, [], ())}
         try:
             sourced = load(texts, config, env_file, kind=kind)

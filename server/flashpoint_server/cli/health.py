@@ -19,17 +19,19 @@ EXAMPLES = """
   flashpoint health
   flashpoint health --port 9000
 """
+_ADDRESS = ("host", "port", "tls_cert", "tls_key", "tls_client_ca")  # the settings that say how to reach the server
 PATH = "/health/live"
 PATIENCE = 4.0  # timeout in seconds
 _THIS_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @examples(EXAMPLES)
-@partial(takes_settings, kind=GivenSettings)  # it needs no key, and answers while a file is damaged
+@partial(takes_settings, kind=GivenSettings, only=_ADDRESS)  # it needs no key, and answers while a file is damaged
 def health(*, sourced: Sourced) -> int:
-    """Ask the server that was started with these settings whether it is alive.
+    """Ask the server on this host whether it is alive.
 
-    Exit code 0: the server answers. 1: it does not.
+    Host, port and TLS are read as `flashpoint serve` reads them: from flags, variables and files. Exit code 0: the
+    server answers. 1: it does not. `flashpoint info --url URL` asks a server at another address.
     """
     settings = sourced.settings
     if settings.port == 0:
@@ -37,7 +39,7 @@ def health(*, sourced: Sourced) -> int:
     try:
         state = ask(settings)
     except (OSError, http.client.HTTPException) as error:
-        hint = "is the server running, and with the same flags and variables?"
+        hint = "is the server running, with the same host, port and TLS?"
         raise CommandError(f"no answer on port {settings.port}: {error}", hint, WRONG) from None
     print(state)
     return RIGHT

@@ -196,6 +196,6 @@ def _joint(name: str) -> str:
     except ValueError:
         twice = False  # the server will report the error in this file
     if twice:
-        hint = f"use another name, or remove it first: flashpoint key {name} --revoke --file FILE"
+        hint = f"draw a new key for it: flashpoint key {name} --rotate --file FILE; or use another name"
         raise CommandError(f"NAME: the file has a key {name} already", hint)
     return "" if not text or text.endswith("\n") else "\n"

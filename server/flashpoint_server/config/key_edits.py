@@ -26,7 +26,7 @@ def add(path: Path, name: str, entry: str) -> None:
     with _alone(path) as real:
         before = text_of(real) if real.exists() else ""
         if name in parse(before, path):
-            raise ValueError(f"{path} has a key {name} already: use another name, or remove it first with --revoke")
+            raise ValueError(f"{path} has a key {name} already: --rotate draws a new key for it, --revoke removes it")
         joint = "" if not before else "\n" if before.endswith("\n") else "\n\n"
         after = f"{before}{joint}{entry.rstrip()}\n"
         parse(after, path)

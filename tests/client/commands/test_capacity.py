@@ -41,6 +41,25 @@ def test_the_command_says_what_caches_take(capsys):
 
 
 @pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("half", "float16"),
+        ("torch.float16", "float16"),
+        ("bf16", "bfloat16"),
+        ("float", "float32"),
+        ("double", "float64"),
+    ],
+)
+def test_names_of_torch_are_data_types(capsys, given, dtype):
+    documents = []
+    for name in (given, dtype):
+        flags = ["--tflops", "2", "--network-gbit", "8", "--q-len", "64", "--head-dim", "8", "--dtype", name]
+        assert cli.main(["capacity", *flags, "--json", "-"]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0] == documents[1]
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--layers", "2"], "--layers"),

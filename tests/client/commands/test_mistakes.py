@@ -41,6 +41,11 @@ OPTIONS = [
     ("serve --unheard-of", "--unheard-of: unknown option\n  hint: flashpoint serve --help lists the options"),
     ("serve --port", "--port: needs a value\n  hint: flashpoint serve --help"),
     ("health --prot 1", "flashpoint health: --prot: unknown option\n  hint: did you mean --port?"),
+    (
+        "health --url http://x",
+        "--url: is no option of this command, which works on this machine alone\n  hint: flashpoint info",
+    ),
+    ("reproduce --url http://x", "hint: flashpoint info --url URL asks a server at another address"),
     ("config --chnged", "hint: did you mean --changed?"),
     ("verify --q-length 8 --head-dim 4", "hint: did you mean --q-len?"),
     ("verify --qlen 8", "hint: did you mean --q-len?"),
@@ -152,7 +157,10 @@ VALUES = [
     ("benchmark --preset seeds --q-len 3", "--preset: has its own shapes: leave out the sizes"),
     ("benchmark --q-len 0 --head-dim 64", "flashpoint benchmark: a shape without queries or keys leaves nothing"),
     ("benchmark {sizes} --causal maybe", "--causal: 'maybe' is not one of no, yes, both"),
-    ("benchmark {sizes} --dtype int8", "--dtype: must be 'float16'"),
+    ("benchmark {sizes} --dtype int8", "--dtype: 'int8' is not one of float16"),
+    ("benchmark {sizes} --dtype half,flaot32", "hint: did you mean float32?"),
+    ("capacity {sizes} --dtype torch.int8", "--dtype: 'torch.int8' is not one of float16"),
+    ("loadtest --callers 0", "--callers: must be 1 to 1024, not 0"),
     ("benchmark {sizes} --backend cudnn", "--backend: 'cudnn' is not one of"),
     ("benchmark {sizes} --direction sideways", "--direction: must be 'forward'"),
     ("benchmark {sizes} --backend kernel", "flashpoint benchmark --kernel MODULE:FUNCTION times it"),
@@ -186,6 +194,7 @@ UNREACHABLE = [
     ("info --url {dead} --timeout 60", "the connection to {dead} failed: [Errno 111] Connection refused"),
     ("verify {sizes} --url {dead} --timeout 60", "hint: is the server running? `flashpoint serve` starts one here"),
     ("benchmark {sizes} --url {dead} --timeout 60", "flashpoint benchmark: the connection to {dead} failed"),
+    ("loadtest --url {dead} --timeout 60", "flashpoint loadtest: the connection to {dead} failed"),
     ("capacity {sizes} --url {dead} --timeout 60", "flashpoint capacity: the connection to {dead} failed"),
 ]
 ROWS = [

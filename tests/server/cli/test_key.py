@@ -77,7 +77,7 @@ def test_a_name_twice_changes_nothing(run, file):
     for name in ("alice", "bob"):
         code, out, err = run(name, "--file", file)
         assert (code, out, DRAWN.search(err)) == (2, "", None)
-        assert f"has a key {name} already: use another name, or remove it first with --revoke" in err
+        assert f"has a key {name} already: --rotate draws a new key for it, --revoke removes it" in err
     assert file.read_text() == TEXT
 
 

@@ -88,7 +88,7 @@ def test_workers_start_again_with_damaged_and_absent_files(start_server, tmp_pat
     wait_for(lambda: answered("/info") == 200, lambda: f"no worker starts: {server.lines[-5:]}")
     assert not before & workers(server)
     assert answered("/info", key="other") == 401
-    assert main(["health", f"--port={server.port}", f"--api-keys-file={keys}", f"--tls-cert={cert}"]) == 0
+    assert main(["health", f"--port={server.port}", f"--tls-cert={cert}"]) == 0
     keys.write_text(good.replace("alice", "bob"))
     server.wait_for_line(lambda line: line["event"] == "keys loaded")
 

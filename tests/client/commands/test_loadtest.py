@@ -1,0 +1,62 @@
+"""`flashpoint loadtest` puts load on a real server, and fails for wrong answers and errors, not for overload."""
+
+import json
+
+import numpy as np
+import pytest
+
+from flashpoint.commands import loadtest
+
+
+def test_each_step_is_counted_and_written(run, server, tmp_path):
+    flags = ("--url", server.url, "--callers", "1,3", "--seconds", "0.3", "--json", tmp_path / "load.json")
+    code, out, err = run("loadtest", *flags)
+    assert (code, err) == (0, "")
+    assert "every answer is right" in out
+    document = json.loads((tmp_path / "load.json").read_text())
+    assert document["url"] == server.url
+    assert [step["callers"] for step in document["steps"]] == [1, 3]
+    for step in document["steps"]:
+        assert step["right"] > 0
+        assert 0 < step["p50_ms"] <= step["p95_ms"] <= step["p99_ms"]
+        assert step["errors"] == {}
+
+
+def test_a_wrong_answer_ends_with_1(run, server, monkeypatch):
+    exact = loadtest._exact
+
+    def other(tensors):
+        return {name: right + (name == "dk") for name, right in exact(tensors).items()}
+
+    monkeypatch.setattr(loadtest, "_exact", other)
+    code, out, _ = run("loadtest", "--url", server.url, "--callers", "1", "--seconds", "0.3")
+    assert code == 1
+    assert "x wrong answer: dk is wrong by" in out
+    assert out.endswith("FAIL\n")
+
+
+def test_an_overload_is_counted_and_is_no_failure(run, start_server):
+    server = start_server(queue_limit=1)
+    code, out, _ = run("loadtest", "--url", server.url, "--callers", "6", "--seconds", "0.5")
+    assert code == 0, out
+    assert "x 429 queue_full" in out
+    assert out.endswith("every answer is right\n")
+
+
+def test_the_expected_answers_are_those_of_attention():
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.standard_normal((1, heads, 3, 64)) for name, heads in {"q": 4, "k": 2, "v": 2, "do": 4}.items()
+    }
+
+    def loss(q, k, v):
+        return (loadtest._exact({"q": q, "k": k, "v": v})["o"] * tensors["do"]).sum()
+
+    gradients = loadtest._exact(tensors)
+    for name in "qkv":
+        place, step = (0, 1, 1, 5), 1e-6
+        moved = [{each: tensors[each].copy() for each in "qkv"} for _ in range(2)]
+        moved[0][name][place] += step
+        moved[1][name][place] -= step
+        slope = (loss(**moved[0]) - loss(**moved[1])) / (2 * step)
+        assert gradients[f"d{name}"][place] == pytest.approx(slope, abs=1e-7)
