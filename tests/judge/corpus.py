@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.judge import siblings
+from tests.judge import accepted, options, reported, siblings
 from tests.judge.right import RIGHT as FIRST_RIGHT
 from tests.judge.tiled import kernel
 from tests.judge.wrong import STEPS
@@ -38,12 +38,13 @@ def _wrong() -> dict[str, Wrong]:
             results[f"{name}_half"] = Wrong(kernel(steps, "half"), f"In 16-bit types alone: {text}", codes)
     for name, (steps, codes) in siblings.STEPS.items():
         results[name] = Wrong(kernel(steps), (steps.__doc__ or "").strip(), codes)
+    results |= {n: Wrong(*each) for n, each in (options.WRONG | reported.WRONG).items()}
     calls = CALLS | siblings.CALLS
     return results | {n: Wrong(each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()}
 
 
 WRONG = _wrong()
-RIGHT = FIRST_RIGHT | siblings.RIGHT
+RIGHT = FIRST_RIGHT | siblings.RIGHT | accepted.RIGHT
 
 for _name, _function in [*((n, each.function) for n, each in WRONG.items()), *RIGHT.items()]:
     if _function.__module__.startswith("tests."):

@@ -53,6 +53,7 @@ class Case:
     forward: bool = False
     bare: bool = False
     unlike: bool = False
+    dropout: float = 0.0
     alignment: str = "bottom_right"
     layout: str = field(default="", compare=False)
 
@@ -147,6 +148,7 @@ class Case:
         said += [f"window={list(self.window)}"] if "window" in self.options else []
         said += [f"{self.mask} attn_mask"] if self.mask else []
         said += [*self.extras, *(["do = 1"] if self.ones else []), *(["unlike lengths"] if self.unlike else [])]
+        said += [f"dropout_p={self.dropout}"] if self.dropout else []
         values = [] if self.values == "normal" else [f"values {self.values!r}"]
         return ", ".join([f"{self.dtype} {' '.join(sizes)}", *said, *values])
 

@@ -28,8 +28,9 @@ from flashpoint_contract.judging import (
     Standing,
     Verdict,
 )
-from flashpoint_kernels.judging import cases, relations, shapes, shrinking, signatures
+from flashpoint_kernels.judging import cases, dropping, relations, shapes, shrinking, signatures
 from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case
+from flashpoint_kernels.judging.exact.gain import Gain
 from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of
 from flashpoint_kernels.judging.signatures import UnusableError
@@ -181,6 +182,7 @@ class _Judgement:
             listed, relate = self.cases(only)
             self.total = len(listed) + 40 * relate
             self.accuracy(listed)
+            self.gains()
             if relate:
                 self.relate()
         except StopError as error:
@@ -302,6 +304,30 @@ class _Judgement:
         self.tried.add(other)
         return None if known or not trial.affordable(other) else other
 
+    def gains(self) -> None:
+        """Find answers that are too large or too small by a factor over all calls of a type, or with an option."""
+        sums: dict[tuple[str, str, str], Gain] = {}
+        largest: dict[tuple[str, str, str], Outcome] = {}
+        for o in self.outcomes:
+            if o.relation != "accuracy" or o.case.values != "normal" or o.case.dtype == "float32" or o.failed:
+                continue
+            for name in (n for n in OUTPUTS if n in o.excess and o.answers[n].shape == o.limits[n].value.shape):
+                for option in ("", *o.case.options):
+                    key = (name, o.case.dtype, option)
+                    well = None if name in ("dk", "dv") or o.ill_rows is None else ~o.ill_rows
+                    sums.setdefault(key, Gain(name, o.case.dtype)).add(o.answers[name], o.limits[name].value, well)
+                    if key not in largest or largest[key].case.scores < o.case.scores:
+                        largest[key] = o
+        found = {key: gain for key, gain in sums.items() if gain.verdict != "right"}
+        for (name, dtype, option), gain in found.items():
+            if option and (name, dtype, "") in found:
+                continue
+            text = f"{gain}{f', with {option}' if option else ''}"
+            old = largest[name, dtype, option]
+            self.outcomes.append(
+                replace(old, relation="gain", status=gain.verdict, text=text, answers={}, excess={}, strict={})
+            )
+
     def relate(self) -> None:
         trial = self.trial
         chosen = relations.chosen(trial, self.dtypes, self.seed + 1)
@@ -317,6 +343,11 @@ class _Judgement:
                 if outcome_of_lse is not None:
                     outcome_of_lse.status, outcome_of_lse.relation = "wrong", "the gradient of lse"
                     self.outcomes.append(outcome_of_lse)
+        for found in dropping.dropout(trial, self.dtypes, self.seed):
+            if isinstance(found, Property):
+                self.properties = [p for p in self.properties if p.name != found.name] + [found]
+            else:
+                self.outcomes.append(found)
         if chosen:
             self.repeat(chosen)
 
@@ -432,7 +463,7 @@ class _Judgement:
     def demanded(self, imprecise: list[Outcome], refused: Mapping[str, tuple[str, int]]) -> list[Property]:
         """Return the tested properties, and as `not tested` the others in `require`; mark those in `require`."""
         properties = list(self.properties)
-        worst = max((max(o.strict.values()) for o in imprecise), default=0.0)
+        worst = max((max(o.strict.values()) for o in imprecise if o.strict), default=0.0)
         text = (
             f"{len(imprecise)} cases are between S and L, by up to {worst:.3g} times S"
             if imprecise

@@ -303,6 +303,7 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
         values["enable_gqa"] = True
     values["return_lse"] = not case.bare
     values["layout"] = s.layout
+    values |= {"dropout_p": case.dropout} if case.dropout else {}
     args: list[Any] = [
         {"tensor": n} for n in (("qkv",) if s.packed == "qkv" else ("q", "kv") if s.packed else ("q", "k", "v"))
     ]

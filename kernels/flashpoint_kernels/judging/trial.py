@@ -57,6 +57,7 @@ class Outcome:
     strict: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     ill: float = 0.0  # fraction of rows that are ill-posed
+    ill_rows: Tensor | None = None
     request: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -235,7 +236,8 @@ class Trial:
             outcome.status, outcome.text = "wrong", bad
             return
         limits, ill = limits_and_rows
-        outcome.limits, outcome.ill = limits, float(ill.float().mean()) if ill.numel() else 0.0
+        outcome.limits, outcome.ill_rows = limits, ill
+        outcome.ill = float(ill.float().mean()) if ill.numel() else 0.0
 
     def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Wait for the answer from the function's process, and return it. Raises EndedError."""

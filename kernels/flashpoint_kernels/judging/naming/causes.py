@@ -55,6 +55,10 @@ def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
         for cause, explained in _beyond_accuracy(trial, outcomes, failed):
             named.append(replace(cause, explains=len(explained)))
             left = [o for o in left if o not in explained]
+        if gains := [o for o in left if o.relation == "gain"]:
+            advice = "check roundings and factors that all elements share, such as the scale in 16 bits"
+            named.append(Cause("gain", gains[0].text.partition(" over ")[0], advice, False, len(gains)))
+            left = [o for o in left if o.relation != "gain"]
         numbers = [o for o in left if o.wrong_outputs and o.status == "wrong"]
         race = next((n for n, cause in enumerate(named) if cause.code == "race"), None)
         if race is not None and numbers and not _wrong_again(trial, numbers):
