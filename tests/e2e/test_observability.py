@@ -127,7 +127,8 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def loaded(start_server, tmp_path_factory):
     """Yield a server to which threads send requests of several kinds until the tests of this module end."""
-    server = GatedServer(start_server, tmp_path_factory.mktemp("gates"), interpret=True, max_queue_delay=0.02).server
+    settings = {"max_queue_delay": 0.02, "verify_rate": 0.1, "kernels_off": "amx"}  # the last two have metrics, too
+    server = GatedServer(start_server, tmp_path_factory.mktemp("gates"), interpret=True, **settings).server
     small = {name: normal(1, 2, 5, 8, seed=seed) for seed, name in enumerate("qkv")}
     longer = {name: normal(1, 2, 9, 8, seed=seed) for seed, name in enumerate("qkv")}
     given = message({**small, "do": small["q"]})
