@@ -1,4 +1,4 @@
-"""Run the notebook, and keep what it prints and draws in it: `python docs/run_notebook.py --url http://localhost:8000`.
+"""Run the notebook, and keep what it prints and draws in it: `python docs/run_notebook.py`.
 
 The cells are plain Python, so that they run without Jupyter; Jupyter can open the same file.
 """
@@ -50,7 +50,11 @@ def executed(notebook: dict[str, Any], url: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://localhost:8000", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("FLASHPOINT_URL", "http://localhost:8000"),
+        help="the server (default: %(default)s)",
+    )
     notebook = executed(json.loads(NOTEBOOK.read_text(encoding="utf-8")), parser.parse_args().url)
     NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0

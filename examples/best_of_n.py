@@ -2,7 +2,7 @@
 
     .venv/bin/pip install -c constraints.txt '.[examples,server]'
     .venv/bin/python examples/best_of_n.py      # starts its own server
-    .venv/bin/python examples/best_of_n.py --url http://localhost:8000 --answers 16
+    .venv/bin/python examples/best_of_n.py --answers 16
 
 The server stores the prompt once: the caches of the answers are forks of one cache, and a call reads their common keys
 once for all answers. Locally ("at home"), SDPA reads a batch with a copy of the prompt for each answer. Both runs
@@ -11,6 +11,7 @@ sample tokens with the same seed. The best answer has the highest mean log-proba
 
 import argparse
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,11 @@ def write(model: Any, ids: Tensor, count: int, tokens: int, cache: Any) -> Answe
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default the example starts one")
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("FLASHPOINT_URL"),
+        help="a server; without it and FLASHPOINT_URL, one of its own",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=1500, help="length of the prompt (default: %(default)s)")
     parser.add_argument("--answers", type=int, default=16, help="number of answers (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer (default: %(default)s)")

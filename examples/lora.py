@@ -1,7 +1,7 @@
 """Fine-tune Gemma 3 270M with LoRA, with local and with served attention and gradients; the losses are the same.
 
     make examples      # installs the model and peft, starts a server, and runs this
-    .venv/bin/python examples/lora.py --url http://localhost:8000 --steps 20
+    .venv/bin/python examples/lora.py --steps 20
 
 LoRA (Hu et al. 2021) trains two small matrices beside each query and value projection; the model's weights do not
 change. Both trainings start from the same matrices and read the same text, a part of the Python Language Reference
@@ -12,6 +12,7 @@ subject to the Gemma Terms of Use, ai.google.dev/gemma/terms.
 import argparse
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +57,11 @@ def train(model: Any, texts: Iterator[Tensor], steps: int, rate: float) -> list[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default the example starts one")
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("FLASHPOINT_URL"),
+        help="a server; without it and FLASHPOINT_URL, one of its own",
+    )
     parser.add_argument("--steps", type=int, default=8, help="steps of each training (default: %(default)s)")
     parser.add_argument("--context", type=int, default=64, help="tokens of a step (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of AdamW (default: %(default)s)")

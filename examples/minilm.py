@@ -45,7 +45,7 @@ def encode(model: PreTrainedModel, sentences: list[str]) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="MiniLM with its attention served by Flashpoint")
-    parser.add_argument("--url", default="http://localhost:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--url", help="the server (default: FLASHPOINT_URL, or http://localhost:8000)")
     args = parser.parse_args()
     with flashpoint.Client(args.url) as client, torch.no_grad():
         register(client)

@@ -2,7 +2,7 @@
 
     .venv/bin/python examples/train_gpt.py                           # our attention beside torch's own
     make serve                                                       # in another terminal; then also over HTTP:
-    .venv/bin/python examples/train_gpt.py --attention local sdpa served saved --url http://localhost:8000
+    .venv/bin/python examples/train_gpt.py --attention local sdpa served saved
 
 `local` is flashpoint_kernels.attention, `sdpa` is torch's scaled_dot_product_attention. `served` sends every attention
 to a Flashpoint server, forward and backward; `saved` saves the forward there, and sends less. Everything else runs here
@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT with attention computed in several ways")
     parser.add_argument("--attention", nargs="+", choices=WAYS, default=["local", "sdpa"], help="default: local sdpa")
     parser.add_argument(
-        "--url", default="http://localhost:8000", help="the server of `served` and `saved` (default: %(default)s)"
+        "--url", help="the server of `served` and `saved` (default: FLASHPOINT_URL, or http://localhost:8000)"
     )
     parser.add_argument("--backend", default="tiled", help="backend of local, served and saved (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)

@@ -1,6 +1,6 @@
 // A client of Flashpoint in Go, with only the standard library.
 //
-//	go run attention.go http://localhost:8000 [KEY]
+//	go run attention.go [URL [KEY]]
 package main
 
 import (
@@ -273,6 +273,9 @@ func check(t Tensor, expected []float64) error {
 func main() {
 	log.SetFlags(0)
 	client := &Client{URL: "http://localhost:8000", Retries: 4}
+	if url := os.Getenv("FLASHPOINT_URL"); url != "" {
+		client.URL = url
+	}
 	if len(os.Args) > 1 {
 		client.URL = os.Args[1]
 	}

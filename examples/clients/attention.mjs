@@ -1,6 +1,6 @@
 // A client of Flashpoint in JavaScript, for Node 20, Deno, Bun and browsers. No packages.
 //
-//     node attention.mjs http://localhost:8000 [KEY]
+//     node attention.mjs [URL [KEY]]
 
 /**
  * Numbers of a shape, row-major. Halves (F16, BF16) are their bits, as Uint16Array.
@@ -126,7 +126,7 @@ function check(name, { shape, data }, expected) {
 
 const { process } = /** @type {any} */ (globalThis); // for a run from the command line
 if (process?.argv[1]?.endsWith("attention.mjs")) {
-  const [url = "http://localhost:8000", key] = process.argv.slice(2);
+  const [url = process.env.FLASHPOINT_URL || "http://localhost:8000", key] = process.argv.slice(2);
   main(url, key).catch((error) => {
     console.error(String(error));
     process.exitCode = 1;

@@ -1,9 +1,9 @@
 #!/bin/sh
 # A client of Flashpoint in curl: JSON, and safetensors files.
 #
-#     sh attention.sh http://localhost:8000 [KEY]
+#     sh attention.sh [URL [KEY]]
 set -eu
-url=${1:-http://localhost:8000} key=${2:-}
+url=${1:-${FLASHPOINT_URL:-http://localhost:8000}} key=${2:-}
 files=$(mktemp -d)
 trap 'rm -r "$files"' EXIT
 

@@ -123,12 +123,20 @@ CALLS = {"javascript": ("attention.mjs", 3), "go": ("attention.mjs", 3), "curl":
 @pytest.mark.parametrize("command", ["javascript", GO, "curl"], indirect=True)
 def test_it_prints_what_the_page_says_and_asks_again(command, front, request):
     file, calls = CALLS[request.node.callspec.id]
-    printed = re.search(rf"^```sh\n.* examples/clients/{file} .*\n```\n\n```text\n([^`]*)```$", PAGE, re.MULTILINE)
+    printed = re.search(rf"^```sh\n.* examples/clients/{file}\n```\n\n```text\n([^`]*)```$", PAGE, re.MULTILINE)
     front.refusals = [0]
     ran = run(command, front.url, "a key")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert re.sub(r'"request_id": "\w+"', '"request_id": "…"', ran.stdout) == printed[1]
     assert front.keys == ["Bearer a key"] * (1 + calls)
+
+
+@pytest.mark.parametrize("command", ["javascript", GO, "curl"], indirect=True)
+def test_without_an_address_it_calls_flashpoint_url(command, server, monkeypatch):
+    monkeypatch.setenv("FLASHPOINT_URL", server.url)
+    ran = run(command)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "refused: " in ran.stdout
 
 
 WAITING_JAVASCRIPT = """

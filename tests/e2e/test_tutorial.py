@@ -52,6 +52,7 @@ def test_every_step_prints_what_the_page_says(readers, page, tmp_path, monkeypat
     server = readers
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FLASHPOINT_URL", server.url)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     session = {}
     for _, language, code, kind, output in steps_of(page):
@@ -61,10 +62,9 @@ def test_every_step_prints_what_the_page_says(readers, page, tmp_path, monkeypat
         if language == "python":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(code.replace("http://localhost:8000", server.url), session)
+                exec(code, session)
             printed_text = printed.getvalue()
         else:
-            code = code.replace("localhost:8000", f"127.0.0.1:{server.port}")
             ran = subprocess.run(["bash", "-e"], input=code, capture_output=True, text=True, timeout=600, check=False)
             assert ran.returncode == 0, ran.stderr
             printed_text = ran.stdout

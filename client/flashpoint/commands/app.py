@@ -24,8 +24,10 @@ from flashpoint_contract.options import ProblemError
 from flashpoint_contract.wording.hints import meant
 
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
-INTERRUPTED = 130  # shells use this exit code for a program that SIGINT has ended
-CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time, 130 Ctrl-C"
+INTERRUPTED, TERMINATED = 130, 143  # shells use these exit codes for programs that SIGINT and SIGTERM have ended
+CODES = (
+    "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time, 130 Ctrl-C, 143 TERM"
+)
 
 _ASK = "flashpoint info --url URL asks a server at another address"
 

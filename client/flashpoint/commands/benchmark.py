@@ -17,7 +17,7 @@ from flashpoint._calls.service import checked
 from flashpoint._client.client import Client
 from flashpoint._client.runs import BenchmarkRun
 from flashpoint.commands import running
-from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
+from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
 from flashpoint.commands.running import (
     INTS,
@@ -115,13 +115,13 @@ def benchmark(
     request = checked(BenchmarkRequest, {"preset": preset, **grid, "backends": backend or (), **how})
     if url is None:
         job = BenchmarkJob(id="local", created=datetime.datetime.now(datetime.UTC), request=request)
-        job, interrupted = _watched(job, running.local("benchmark")(request, function))
+        job, ended = _watched(job, running.local("benchmark")(request, function))
         if kernel is not None:
             job = job.model_copy(update={"environment": {**job.environment, "kernel": kernel}})
     else:
         with Client(url, api_key=api_key, timeout=timeout) as server:
             started = server.benchmark(**dict(request), timeout=timeout)
-            job, interrupted = _watched(started.job(), started.events(), started)
+            job, ended = _watched(started.job(), started.events(), started)
     show = running.console(json)
     show.print(machine(job.environment), style="dim", markup=False)
     for table in benchmark_tables(named_rows(job.rows, kernel), show.width):
@@ -144,8 +144,8 @@ def benchmark(
         print(f"flashpoint benchmark: {error}", file=sys.stderr)
     if job.state != "done":
         print(f"flashpoint benchmark: {job.state} after {job.done} of {job.total} cases", file=sys.stderr)
-    if interrupted:
-        return INTERRUPTED
+    if ended is not None:
+        return running.code_of(ended)
     return RIGHT if job.state == "done" else WRONG
 
 
@@ -163,24 +163,24 @@ def _shapes(
 
 def _watched(
     job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None
-) -> tuple[BenchmarkJob, bool]:
-    """Show progress while events arrive. Return the final job, and whether Ctrl-C cancelled it."""
-    interrupted = False
+) -> tuple[BenchmarkJob, KeyboardInterrupt | None]:
+    """Show progress while events arrive. Return the final job, and the Ctrl-C or SIGTERM that cancelled it."""
+    ended = None
     job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all rows and errors
-    with _progress() as show:
+    with _progress() as show, running.terminable():
         try:
             for event in events:
                 job = job.after(event)
                 show(job, event)
-        except KeyboardInterrupt:
-            interrupted = True
+        except KeyboardInterrupt as end:
+            ended = end
             if run is not None:
                 with suppress(FlashpointError):  # the server may be gone
                     run.cancel()
             now = datetime.datetime.now(datetime.UTC)
             job = job.after(StateEvent(id=1 << 53, state="cancelled", at=now))
     assert job.state in ENDED
-    return job, interrupted
+    return job, ended
 
 
 @contextmanager

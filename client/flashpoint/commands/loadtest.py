@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flashpoint._client.client import Client
 from flashpoint.commands import running
-from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
+from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.running import INTS, Json, Key, Timeout, group
 from flashpoint.commands.terminal.tables import fitting
 from flashpoint.errors import FlashpointError
@@ -115,16 +115,20 @@ def loadtest(
     cases = [_case(*call) for call in CALLS]
     show = running.console(json)
     done: list[_Step] = []
-    interrupted = False
-    with Client(url, api_key=api_key, timeout=timeout, retries=0) as client, running.progress_bar() as (update, _):
+    ended: KeyboardInterrupt | None = None
+    with (
+        Client(url, api_key=api_key, timeout=timeout, retries=0) as client,
+        running.terminable(),
+        running.progress_bar() as (update, _),
+    ):
         for case in cases:  # the first calls measure the start of the kernels; an error here ends the command
             case.ask(client)
         try:
             for number, count in enumerate(steps):
                 update(completed=number, total=len(steps), description=f"{count} callers")
                 done.append(_run(client, cases, count, seconds))
-        except KeyboardInterrupt:
-            interrupted = True
+        except KeyboardInterrupt as end:
+            ended = end
     rows = [step.row() for step in done]
     show.print(_table(rows, show.width))
     errors: Counter[str] = sum((step.errors for step in done), Counter())
@@ -137,7 +141,7 @@ def loadtest(
     running.write_json(json, {"url": client.url, "seconds": seconds, "steps": rows, "load_average": load})
     failed = any(not error.startswith(REFUSED) for error in errors) or not any(step.milliseconds for step in done)
     show.print("FAIL" if failed else "every answer is right", style="bold red" if failed else "green")
-    return INTERRUPTED if interrupted else WRONG if failed else RIGHT
+    return running.code_of(ended) if ended is not None else WRONG if failed else RIGHT
 
 
 def _case(q_len: int, kv_len: int, heads: int, kv_heads: int, grad: bool) -> _Case:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import math
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flashpoint.commands import running
-from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
+from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
 from flashpoint.commands.running import Json, of_output, words
 from flashpoint.commands.terminal.tables import machine
@@ -52,57 +53,76 @@ def reproduce(
         events = running.local("reproduce", served=False)(only or ())
     except ValueError as error:
         raise invalid("--only", str(error)) from None
-    results, interrupted = _watched(events)
     show = running.console(json)
-    show.print(machine(results["environment"]), style="dim", markup=False)
-    _show(results["claims"], show)
+    with running.terminable():
+        results, ended = _watched(events, show)
     running.write_json(json, results)
     if plots is not None and results["rows"]:
         _draw(results, plots, show)
-    if interrupted:
-        return INTERRUPTED
+    if ended is not None:
+        return running.code_of(ended)
     return WRONG if any(claim["verdict"] == "FAIL" for claim in results["claims"]) else RIGHT
 
 
-def _watched(events: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Show progress on stderr. Return the results so far, and whether Ctrl-C ended the events early."""
-    interrupted = False
+def _watched(events: Iterator[dict[str, Any]], show: Console) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
+    """Print each claim as soon as its verdict is known, and progress on stderr.
+
+    Returns the results so far, and the Ctrl-C or SIGTERM that ended the events early.
+    """
+    ended = None
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {"environment": {"date": now}, "claims": [], "rows": []}
     with running.progress_bar() as (update, is_terminal):
+
+        def tell(line: str) -> None:
+            if not is_terminal:
+                print(line, file=sys.stderr, flush=True)
+
         name = ""
         try:
             for event in events:
                 if event["type"] == "claim":
                     name = event["name"]
+                    if event["number"] == 1:
+                        update.print_above(show, Text(_duration(event), "dim"))
                     update(completed=event["number"] - 1, total=event["total"], description=name)
-                    if not is_terminal:
-                        print(f"{event['number']}/{event['total']} {name}", file=sys.stderr)
+                    tell(f"{event['number']}/{event['total']} {name}")
                 elif event["type"] == "progress":
                     update(description=f"{name}: {event['what']}")
+                    tell(f"  {event['what']}")
                 elif event["type"] == "environment":
                     results["environment"] |= event["environment"]
+                    if not results["claims"]:
+                        update.print_above(show, Text(machine(results["environment"]), "dim"))
                 elif event["type"] == "row":
                     results["rows"].append(event["row"])
                 elif event["type"] == "verdict":
-                    results["claims"].append({name: value for name, value in event.items() if name != "type"})
-        except KeyboardInterrupt:
-            interrupted = True
+                    claim = {name: value for name, value in event.items() if name != "type"}
+                    results["claims"].append(claim)
+                    update.print_above(show, *_lines(claim, show.width))
+        except KeyboardInterrupt as end:
+            ended = end
             print("flashpoint reproduce: ended early", file=sys.stderr)
-    return results, interrupted
+    return results, ended
 
 
-def _show(claims: Sequence[dict[str, Any]], show: Console) -> None:
-    """Print each claim with its verdict, and the explanations below it, wrapped between words."""
-    for claim in claims:
-        verdict = claim["verdict"]
-        show.print(Text.assemble((claim["name"], "bold"), "  ", (verdict, _STYLES.get(verdict, "yellow"))))
-        for name in ("claim", "measured", "how"):
-            first, rest = f"  {name:<10}", " " * 12
-            lines = textwrap.wrap(claim[name], show.width - 1, initial_indent=first, subsequent_indent=rest,
-                                  break_long_words=False, break_on_hyphens=False)  # fmt: skip
-            show.print(Text("\n".join(lines)), soft_wrap=True, end="\n" if lines else "")
-        show.print()
+def _duration(event: dict[str, Any]) -> str:
+    """Return how long all claims take."""
+    usual, most = (math.ceil(event[name] / 60) for name in ("seconds_left", "most_seconds_left"))
+    claims = f"{event['total']} claim{'s'[: event['total'] > 1]}"
+    return f"{claims}: about {usual} min on two idle cores, at most {most} min"
+
+
+def _lines(claim: dict[str, Any], width: int) -> Iterator[Text]:
+    """Yield the lines of a claim: its name and verdict, and the explanations below it, wrapped between words."""
+    verdict = claim["verdict"]
+    yield Text.assemble((claim["name"], "bold"), "  ", (verdict, _STYLES.get(verdict, "yellow")))
+    for name in ("claim", "measured", "how"):
+        first, rest = f"  {name:<10}", " " * 12
+        lines = textwrap.wrap(claim[name], width - 1, initial_indent=first, subsequent_indent=rest,
+                              break_long_words=False, break_on_hyphens=False)  # fmt: skip
+        yield from map(Text, lines)
+    yield Text()
 
 
 def _draw(results: dict[str, Any], folder: Path, show: Console) -> None:

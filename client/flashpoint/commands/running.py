@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -15,11 +15,12 @@ from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from flashpoint import errors
 from flashpoint.commands import completion
-from flashpoint.commands.app import WRONG, CommandError
+from flashpoint.commands.app import INTERRUPTED, TERMINATED, WRONG, CommandError
 from flashpoint.commands.registry import missing
 from flashpoint.commands.terminal import streams
 from flashpoint_contract.schemas.benchmark import PlotTheme
@@ -182,14 +183,60 @@ def check_matplotlib(option: str) -> None:
         raise CommandError(f"{option}: needs matplotlib, which is not installed", how_to_install("plot")) from None
 
 
+class Bar:
+    """A progress bar on stderr. A call of it updates the bar."""
+
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self._bar, self._task = bar, task
+
+    def __call__(self, **changes: Any) -> None:
+        self._bar.update(self._task, **changes)
+
+    def print_above(self, show: Console, *lines: Text) -> None:
+        """Print lines to another console, without the bar between them."""
+        self._bar.stop()
+        for line in lines:
+            show.print(line, soft_wrap=True)
+        show.file.flush()
+        if not self._bar.disable:
+            self._bar.start()
+
+
 @contextmanager
-def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tuple[Callable[..., None], bool]]:
-    """Yield a function that updates a bar on stderr, and whether stderr is a terminal: otherwise there is no bar."""
+def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tuple[Bar, bool]]:
+    """Yield a bar on stderr, and whether stderr is a terminal: otherwise there is no bar."""
     stderr = _console(to_stderr=True)
     columns = (BarColumn(), *([MofNCompleteColumn()] if counted else []), TimeElapsedColumn())
     disabled = not stderr.is_terminal
     with Progress(*columns, TextColumn("{task.description}"), console=stderr, transient=True, disable=disabled) as bar:
-        yield partial(bar.update, bar.add_task(text, total=None)), stderr.is_terminal
+        yield Bar(bar, bar.add_task(text, total=None)), stderr.is_terminal
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM has come. A command that keeps what is done at Ctrl-C keeps it then, too."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Raise Ended in this context when SIGTERM comes. Outside the main thread, signals are as before."""
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def code_of(end: KeyboardInterrupt) -> int:
+    """Return the exit code of a command that Ctrl-C or SIGTERM has ended, as shells have it."""
+    return TERMINATED if isinstance(end, Ended) else INTERRUPTED
 
 
 @contextmanager

