@@ -119,7 +119,7 @@ def commands() -> str:
         else:
             with mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
                 text = f"```\n{help_page.page(command, context)}\n```"
-        parts.append(f"\n## flashpoint {name}\n\n{text}\n")
+        parts.append(f"\n### flashpoint {name}\n\n{text}\n")
     return "".join(parts)
 
 

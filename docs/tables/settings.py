@@ -35,7 +35,7 @@ def settings() -> str:
         default += f" ({amount})" if amount and f"`{amount}`" != default else ""
         rows.append((f"`--{_flag(name)}`", f"`FLASHPOINT_{name.upper()}`", default, field.description or ""))
     head = ["flag", "variable", "default", "meaning"]
-    return "".join(f"\n## {group}\n\n{table(head, rows)}" for group, rows in groups.items())
+    return "".join(f"\n### {group}\n\n{table(head, rows)}" for group, rows in groups.items())
 
 
 class Bound(NamedTuple):

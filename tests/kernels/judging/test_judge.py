@@ -109,7 +109,7 @@ def test_the_workflow_calls_commands_that_there_are() -> None:
     workflow = yaml.safe_load(text)
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
     assert workflow["permissions"] == {"contents": "read"}
-    page = (ROOT / "docs/reference/commands.md").read_text()
+    page = (ROOT / "docs/cli.md").read_text()
     flags = set(re.findall(r"--[\w-]+", page))
     for job in workflow["jobs"].values():
         assert job["timeout-minutes"] <= 30
