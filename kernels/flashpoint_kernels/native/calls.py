@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flashpoint_kernels.native.build import HERE, LIBRARY
+from flashpoint_kernels.native.teams import parallel
 
 LARGEST = 1 << 20  # maximum bytes of a `Replay`: callers cache one for each shape of tensors
 _TENSORS = 9  # maximum number of tensors of a replay, as in flashpoint_replay
@@ -32,16 +33,17 @@ class _Replay(ctypes.Structure):
 
 @cache
 def _functions() -> tuple[Any, Any]:
-    """Return the C functions flashpoint_share and flashpoint_replay."""
+    """Return the C functions flashpoint_share and flashpoint_replay, which use torch's threads if `parallel` allows."""
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
     share, replay = loaded.flashpoint_share, loaded.flashpoint_replay
     share.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     replay.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * _TENSORS]
+    loaded.flashpoint_use_team(ctypes.c_void_p(parallel()))
     return share, replay
 
 
 def share(compute: Any, calls: Sequence[ctypes.Structure]) -> None:
-    """Call the C function `compute` for each of `calls`: the first in this thread, each other in a further thread."""
+    """Call the C function `compute` for each of `calls`, in this thread and further threads (threads.c)."""
     prepared(compute, calls)()
 
 
@@ -120,7 +122,7 @@ class Replay:
         self._replay = _functions()[1], ctypes.addressof(self._call)
 
     def __call__(self, *addresses: int) -> None:
-        """Run the calls on tensors at `addresses`: the first call in this thread, each other in a further thread."""
+        """Run the calls on tensors at `addresses`, in this thread and further threads (threads.c)."""
         replay, call = self._replay
         if failed := replay(call, *addresses, *(0,) * (_TENSORS - len(addresses))):
             raise _error(failed)

@@ -197,11 +197,12 @@ INLINE int look(const struct call *call, const struct task *task, const struct k
     uint32_t groups = ~0u;
     int some = 0;
     const char *known = 0;
+    int64_t query = 0, own_head = head * call->group;
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t query = r % task->own.queries, at = query - keys->position;
+        const int64_t at = query - keys->position;
         int64_t low = greater(keys->from, at + task->low), high = lesser(keys->to, at + task->high);
         if (task->blocks) {
-            const char *row = task->blocks + (head * call->group + r / task->own.queries) * task->blocks_head +
+            const char *row = task->blocks + own_head * task->blocks_head +
                               (task->first_query + query) / call->block_queries * task->blocks_row;
             if (row != known) groups = groups_of(call, keys, row);
             known = row;
@@ -210,6 +211,7 @@ INLINE int look(const struct call *call, const struct task *task, const struct k
         }
         sights[r] = low < high ? (struct sight){(int32_t)low, (int32_t)high, groups} : (struct sight){0, 0, 0};
         some |= low < high;
+        if (++query == task->own.queries) query = 0, own_head++;
     }
     return some;
 }

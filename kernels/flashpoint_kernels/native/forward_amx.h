@@ -219,13 +219,11 @@ INLINE void prefetch_step(const struct keys *next, int64_t first, const int valu
 }
 
 /* Write the block's values as tiles. */
-INLINE void pack_values(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t bytes,
-                        const int few) {
+INLINE void pack_values(struct scratch *own, const struct keys *keys, const int few) {
     const int64_t tiles = own->value_dim / 16;
     for (int64_t j = keys->from / STEP; j * STEP < keys->to; j++) {
         const struct rows_of_keys rows = own->v[j];
         char *to = own->values + j * tiles * TILE_BYTES, *pairs = few ? to : own->pairs;
-        if (next) prefetch_step(next, j * STEP, 1, bytes);
         pairs_of_rows(pairs, rows.at[0], rows.step, own->value_dim);
         pairs_of_rows(pairs + TILE_BYTES / 2, rows.at[1], rows.step, own->value_dim);
         if (!few) exchange_tiles(to, pairs, tiles);
@@ -298,6 +296,10 @@ NOINLINE void put_right(const struct scratch *own, float *s, int64_t tile, int64
 }
 
 INLINE void put_right_all(const struct scratch *own, float *s, int64_t tile, struct hull hull, const int tiles) {
+    ints peak = {0};
+    for (const float *at = s + hull.low * 2 * tiles * 256; at < s + hull.high * 2 * tiles * 256; at += LANES)
+        peak = larger_bits(peak, load_floats(at));
+    if (in_all_lanes(is_number((floats)peak))) return;
     for (int64_t j = hull.low * STEP; j < hull.high * STEP; j++)
         for (int64_t n = 0; n < tiles; n++) {
             float *at = s + (j / 16 * tiles + n) * 256 + j % 16 * 16;
@@ -357,16 +359,17 @@ NOINLINE void draw_tile(const struct call *call, const struct task *task, struct
 
 /* Set the scores of keys that queries do not see to -inf. */
 INLINE void remove_unseen(const struct sight *sights, float *s, struct hull hull, const int tiles) {
-    ints low, high, groups;
+    ints low;
+    words count, groups;
     for (int i = 0; i < QUERIES; i++) {
         low[i] = sights[i].low;
-        high[i] = sights[i].high;
-        groups[i] = (int32_t)sights[i].groups;
+        count[i] = (uint32_t)(sights[i].high - sights[i].low);
+        groups[i] = sights[i].groups;
     }
     for (int64_t j = hull.low * STEP; j < hull.high * STEP; j++) {
         float *at = s + j / 16 * tiles * 256 + j % 16 * 16;
-        const int32_t key = (int32_t)j;
-        const ints seen = (low <= key) & (high > key) & (((groups >> (key / GROUP)) & 1) != 0);
+        const words after = (words)((int32_t)j - low);
+        const ints seen = (after < count) & ((groups & 1u << j / GROUP) != 0);
         store_floats(at, choose(seen, load_floats(at), splat(-__builtin_inff())));
     }
 }
@@ -454,7 +457,7 @@ INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows
 
 /* The data that all strips of a block share. */
 struct block {
-    const struct keys *keys, *next; /* next: the block to prefetch, or null */
+    const struct keys *keys, *next; /* next: the block to prefetch */
     int64_t head, rows;
     /* whole: all rows see all keys; in_range: products cannot exceed float32's range; infinite: `take_out_infinite`
        replaced values */
@@ -463,14 +466,15 @@ struct block {
 
 INLINE void multiply_step(const struct call *call, struct scratch *own, const struct block *block, float *s, int64_t tile,
                           int64_t step, const int tiles) {
-    if (block->next && tile == 0) prefetch_step(block->next, step * STEP, 0, call->dim * size_of((enum type)call->k_type));
+    if (tile == 0) prefetch_step(block->next, step * STEP, 0, call->dim * size_of((enum type)call->k_type));
     multiply_keys(own, s, tile, step, tiles);
 }
 
-INLINE int sees_all(const struct sight *sights) {
+/* Return whether a tile of queries sees all keys of the hull. */
+INLINE int sees_all(const struct sight *sights, struct hull hull) {
     int all = 1;
     for (int i = 0; i < QUERIES; i++)
-        all &= sights[i].low == 0 && sights[i].high == BLOCK && sights[i].groups == ~0u;
+        all &= (sights[i].low <= hull.low * STEP) & (sights[i].high >= hull.high * STEP) & (sights[i].groups == ~0u);
     return all;
 }
 
@@ -483,7 +487,7 @@ INLINE void begin_strip(const struct call *call, const struct task *task, const 
         const struct sight *sights = own->sights + (tile + n) * QUERIES;
         if (units->adjusts)
             adjust_tile(call, task, own, block->keys, block->head, s + n * 256, tile + n, hull, tiles);
-        if (!sees_all(sights)) remove_unseen(sights, s + n * 256, hull, tiles);
+        if (!sees_all(sights, hull)) remove_unseen(sights, s + n * 256, hull, tiles);
         lanes[n] = begin_softmax(own, s + n * 256, tile + n, hull, units->factor, tiles);
         if (call->dropout.on)
             draw_tile(call, task, own, block->keys, block->head, tile + n, own->drawn + n * SCORES);
@@ -507,6 +511,7 @@ INLINE void take_strips(const struct call *call, const struct task *task, const 
         if (hull.high) begin_strip(call, task, units, own, block, now, tile, hull, lanes, tiles);
         for (int64_t j = hull.low; j < hull.high; j++) {
             if (done < soon.high) multiply_step(call, own, block, later, after, done++, tiles);
+            if (tile == 0) prefetch_step(block->next, j * STEP, 1, call->value_dim * size_of((enum type)call->k_type));
 #pragma GCC unroll 2
             for (int n = 0; n < tiles; n++) {
                 if (call->dropout.on || v_scale)
@@ -547,21 +552,16 @@ INLINE void take_block(const struct call *call, const struct task *task, const s
                        const struct keys *keys, const struct keys *next, int64_t head, int64_t rows) {
     const int64_t all = own->tiles_of_queries, size = size_of((enum type)call->k_type);
     const int few = all <= FEW, copied = !few && call->k_row != own->dim * size;
-    struct block block = {keys, few ? next : 0, head, rows, all_seen(task, keys) && !task->mask, 0, 0};
+    struct block block = {keys, next, head, rows, all_seen(task, keys) && !task->mask, 0, 0};
     if (!look(call, task, keys, head, rows, own->sights)) return;
     for (int64_t r = rows; r < all * QUERIES; r++) own->sights[r] = own->sights[rows - 1];
     for (int64_t first = keys->from / STEP * STEP; first < keys->to; first += STEP) {
         own->k[first / STEP] = find_rows(call, own, keys, first, 0, copied);
         own->v[first / STEP] = find_rows(call, own, keys, first, 1, 0);
     }
-    if (!few)
-        for (int64_t first = next->from / STEP * STEP; first < next->to; first += STEP) {
-            prefetch_step(next, first, 0, call->dim * size);
-            prefetch_step(next, first, 1, call->value_dim * size);
-        }
     block.infinite = !block.whole && take_out_infinite(own, keys);
     block.in_range = !few && (double)own->q_peak * peak_of_keys(own->k, keys, own->dim) * own->dim < 1e38;
-    pack_values(own, keys, block.next, call->value_dim * size, all == 1);
+    pack_values(own, keys, all == 1);
     if (all == 1)
         take_one_tile(call, task, units, own, &block);
     else

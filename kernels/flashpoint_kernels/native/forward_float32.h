@@ -377,15 +377,16 @@ INLINE void take_block(const struct call *call, const struct task *task, const s
         copy_values(own, keys, few ? next : 0, call->value_dim, type);
         infinite = !whole && take_out_infinite(own, keys, width);
     }
-    const int64_t strips = (rows + STRIP - 1) / STRIP;
+    const int64_t shares = (rows + TALL - 1) / TALL;
     for (int64_t first = 0; first < rows; first += STRIP) {
         struct hull hulls[STRIP / TALL];
         const int64_t count = lesser(rows - first, STRIP);
-        if (!few) prefetch_share(call, next, first / STRIP, strips);
         if (!hulls_of(own, first, count, hulls)) continue;
-        for (int64_t r = 0; r < count; r += TALL)
+        for (int64_t r = 0; r < count; r += TALL) {
+            if (!few) prefetch_share(call, next, (first + r) / TALL, shares);
             multiply_keys(own, own->q + (first + r) * padded(call->dim), own->s + r * BLOCK, call->dim, hulls[r / TALL],
                           lesser(count - r, TALL));
+        }
         for (int64_t r = 0; r < count && !in_range; r++)
             put_right(own, call, own->s + r * BLOCK, first + r, hulls[r / TALL].low, hulls[r / TALL].high);
         for (int64_t r = 0; r < count && units->adjusts; r++)

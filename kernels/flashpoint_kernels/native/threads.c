@@ -1,6 +1,7 @@
 /* Run calls of the kernels on several threads, and repeat calls with other tensors.
 
-   The first call that needs a thread creates it. The thread then waits for jobs: first it polls for a short time,
+   The threads are those of torch's operators if `flashpoint_use_team` was called, else threads of this file
+   (docs/decisions/threads.md says why). The first call that needs a thread of this file creates it. The thread then waits for jobs: first it polls for a short time,
    because waking a thread takes about as long as a small call, then it sleeps. A caller never waits for a thread that
    has not begun its job: the caller does that job itself. A forked child begins without threads.
 
@@ -104,10 +105,21 @@ static void *work(void *argument) {
     return 0;
 }
 
-/* Forget all threads in a forked child, which has none of its parent's threads. */
+/* The function GOMP_parallel of torch's OpenMP library: run work(argument) on a team of threads, of which this thread is
+   one, and wait until all return. 0 threads is the number that torch has set for this thread. */
+typedef void parallel(void (*work)(void *), void *argument, unsigned threads, unsigned flags);
+
+static parallel *_Atomic team; /* null: use the threads of this file */
+static atomic_int team_taken;  /* a call uses its thread's team; calls of other threads then use the threads of this file */
+
+void flashpoint_use_team(parallel *function) { atomic_store(&team, function); }
+
+/* Forget all threads in a forked child, which has none of its parent's threads. OpenMP would wait for them. */
 static void forget(void) {
     atomic_store(&made, 0);
     atomic_store(&making, 0);
+    atomic_store(&team, 0);
+    atomic_store(&team_taken, 0);
 }
 
 __attribute__((constructor)) static void prepare(void) { pthread_atfork(0, 0, forget); }
@@ -156,9 +168,30 @@ static void hand_over(struct worker *worker, struct job *job) {
     pthread_mutex_unlock(&worker->mutex);
 }
 
-/* Compute `count` calls, structures of `size` bytes each, on up to `count` threads, of which this thread is one. Return
-   0, or the flags of failed calls. */
-int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t count) {
+/* Calls that the threads of a team take one by one. There may be more threads than calls, or fewer. */
+struct untaken {
+    function *compute;
+    const char *calls;
+    int64_t size, count;
+    atomic_llong next;
+    atomic_int failed;
+};
+
+static void take_calls(void *argument) {
+    struct untaken *own = argument;
+    for (int64_t n; (n = atomic_fetch_add(&own->next, 1)) < own->count;) {
+        const int failed = in_default_mode(own->compute, own->calls + n * own->size);
+        if (failed) atomic_fetch_or(&own->failed, failed);
+    }
+}
+
+static int share_in_team(parallel *run, function *compute, const char *calls, int64_t size, int64_t count) {
+    struct untaken all = {compute, calls, size, count, 0, 0};
+    run(take_calls, &all, 0, 0);
+    return atomic_load(&all.failed);
+}
+
+static int share_with_workers(function *compute, const char *calls, int64_t size, int64_t count) {
     struct job jobs[MOST_THREADS];
     struct worker *given[MOST_THREADS];
     const int others = count - 1 < MOST_THREADS ? (int)count - 1 : MOST_THREADS;
@@ -185,6 +218,17 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
         }
         failed |= jobs[n].failed;
     }
+    return failed;
+}
+
+/* Compute `count` calls, structures of `size` bytes each, on several threads, of which this thread is one. Return 0, or
+   the flags of failed calls. */
+int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t count) {
+    if (count == 1) return in_default_mode(compute, calls);
+    parallel *run = atomic_load(&team);
+    if (!run || atomic_exchange(&team_taken, 1)) return share_with_workers(compute, calls, size, count);
+    const int failed = share_in_team(run, compute, calls, size, count);
+    atomic_store(&team_taken, 0);
     return failed;
 }
 
