@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flashpoint_contract.options import FieldProblem
+from flashpoint_contract.caches import CACHE_OPTIONS
+from flashpoint_contract.options import OPTIONS, FieldProblem
+from flashpoint_contract.saved import SAVED_OPTIONS
+from flashpoint_contract.tensors import TENSORS
 
 __all__ = [
     "AuthenticationError", "BadRequestError", "CacheError", "ClosedError", "ConnectionFailedError",
@@ -114,7 +117,9 @@ _BY_STATUS: dict[int, type[FlashpointError]] = {
 }
 
 
-_OLDER = "; this server is of an earlier version, which calls the backend cpu torch: upgrade it, or use auto"
+_UNKNOWN = "unknown option or tensor"  # how a server's message for a name begins that it does not know
+_KNOWN = frozenset({*OPTIONS, *TENSORS, *CACHE_OPTIONS, *SAVED_OPTIONS})  # names of this version
+_OLDER_NAMES = "; this server is of an earlier version, which calls the backend cpu torch: upgrade it, or use auto"
 
 
 def invalid(field: str, message: str) -> InvalidInputError:
@@ -141,7 +146,9 @@ def from_problem(
     errors = _fields(problem.get("errors"))
     detail = str(problem.get("detail") or problem.get("title") or "no detail was given")
     if any(field == "backend" and "auto" in said and "cpu" not in said for field, said in errors):
-        detail += _OLDER
+        detail += _OLDER_NAMES
+    elif newer := [field for field, said in errors if said.startswith(_UNKNOWN) and field in _KNOWN]:
+        detail += f"; this server is of an earlier version, which does not know {', '.join(newer)}: upgrade it"
     return family(
         detail,
         status=status,

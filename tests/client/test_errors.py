@@ -1,5 +1,7 @@
 """Each HTTP status raises its class of exception, with the fields that the server names."""
 
+import json
+
 import pytest
 
 import flashpoint
@@ -40,3 +42,26 @@ def test_field_errors_are_read_and_an_error_page_is_no_surprise(scripted, connec
         with pytest.raises(flashpoint.InvalidInputError) as info:
             client.attention(Q, Q, Q)
         assert info.value.request_id == "r2"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "added"),
+    [
+        (
+            "offset",
+            "unknown option or tensor",
+            "; this server is of an earlier version, which does not know offset: upgrade it",
+        ),
+        ("casual", "unknown option or tensor; did you mean causal?", ""),
+        ("offset", "must be an integer", ""),
+    ],
+)
+def test_an_option_of_this_version_that_the_server_does_not_know_names_the_upgrade(
+    scripted, connect, name, message, added
+):
+    detail = f"{name}: {message}"
+    document = json.dumps({"detail": detail, "errors": [{"loc": [name], "msg": message}]}).encode()
+    scripted.script.append(lambda h: h.answer(422, document, "application/problem+json"))
+    with pytest.raises(flashpoint.InvalidInputError) as info:
+        connect(scripted.url).attention(Q, Q, Q)
+    assert info.value.detail == detail + added
