@@ -26,8 +26,8 @@ from flashpoint_contract.tensors import (
     FEATURES,
     FORWARD_TENSORS,
     ITEMSIZE,
+    MAX_FUSED_HEAD_DIM,
     MAX_HEAD_DIM,
-    MAX_WIDE_HEAD_DIM,
     TAKEN,
     TENSORS,
     Tensor,
@@ -292,9 +292,8 @@ def _features(
         used.add("gqa")
     if head_dim != value_dim:
         used.add("value_dim")
-    if (widest := max(head_dim, value_dim)) > MAX_HEAD_DIM:
-        is_wide = widest <= MAX_WIDE_HEAD_DIM and direction == "forward"
-        used.add("wide_head_dim" if is_wide else "large_head_dim")
+    if (widest := max(head_dim, value_dim)) > MAX_FUSED_HEAD_DIM:
+        used.add("wide_head_dim" if widest <= MAX_HEAD_DIM else "large_head_dim")
     if direction == "backward":
         used.update({"backward", *(name for name in options.grads if name in FEATURES)})
     return frozenset(used)

@@ -29,8 +29,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 EIGHT_BIT = ("float8_e4m3fn", "int8")  # dtypes of k and v with scales
 INTS = ("int32", "int64")
 
-MAX_HEAD_DIM = 256  # maximum head dimension of all backends except `reference`, which has no maximum
-MAX_WIDE_HEAD_DIM = 576  # exception: maximum head dimension of the forward on `triton` and `tiled`
+MAX_HEAD_DIM = 576  # maximum of D and Dv on all backends except `torch` and `reference`, which has no maximum
+MAX_FUSED_HEAD_DIM = 256  # maximum of D and Dv on `torch`; a problem above it has the feature `wide_head_dim`
 
 
 class TensorInfo(NamedTuple):
@@ -277,8 +277,8 @@ def _features() -> dict[str, tuple[str, Feature]]:
     of_sizes = (
         ("k", Feature("gqa", "fewer key/value heads than query heads")),
         ("v", Feature("value_dim", "a value head dimension other than q's")),
-        ("q", Feature("wide_head_dim", f"a head dimension above {MAX_HEAD_DIM}, forward")),
-        ("q", Feature("large_head_dim", f"a head dimension above {MAX_WIDE_HEAD_DIM}, or {MAX_HEAD_DIM} in gradients")),
+        ("q", Feature("wide_head_dim", f"a head dimension above {MAX_FUSED_HEAD_DIM}")),
+        ("q", Feature("large_head_dim", f"a head dimension above {MAX_HEAD_DIM} (D and Dv up to {MAX_HEAD_DIM})")),
         ("grads", Feature("backward", "gradients")),
         *(("grads", Feature(name, name)) for name in GRADS if not TENSORS[name[1:]].required),
         *(("q", Feature(dtype, dtype)) for dtype in FLOATS),

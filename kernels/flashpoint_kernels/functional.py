@@ -111,8 +111,8 @@ def attention(
 
     The algorithm is FlashAttention-2's (Dao 2023, Algorithm 1). B is the batch, Sq and Sk are the numbers of queries
     and keys, Hq and Hk the heads of q and of k and v (Hq is a multiple of Hk: grouped-query attention, Ainslie et al.
-    2023), D and Dv the columns of q and k, and of v. D and Dv are at most 256; at most 576 in a forward on `triton` or
-    `tiled`; any number on `reference`.
+    2023), D and Dv the columns of q and k, and of v. D and Dv are at most 576; at most 256 on `torch`; any number on
+    `reference`.
 
     Args:
         q: Queries, (B, Hq, Sq, D) in layout `bhsd`, (B, Sq, Hq, D) in `bshd`, (Tq, Hq, D) in `thd`; (B, S, D) and

@@ -21,7 +21,7 @@ class FlashAttention(nn.Module):
     grouped-query attention (Ainslie et al. 2023).
 
     Args:
-        dim: Width of the model, a multiple of `heads`. The head dimension is dim / heads, at most 256.
+        dim: Width of the model, a multiple of `heads`. The head dimension is dim / heads, at most 576.
         heads: Query heads.
         kv_heads: Key/value heads, a divisor of `heads`. None: as many as `heads`.
         causal: A position sees itself and those before it.

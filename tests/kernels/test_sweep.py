@@ -18,7 +18,7 @@ from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 from tests.conftest import EXPLORING
 from tests.support.kernels.routes import forget
 from tests.support.sweep import guards
-from tests.support.sweep.cases import cases, edges
+from tests.support.sweep.cases import WIDE_DIMS, cases, edges
 from tests.support.sweep.check import check_all
 
 ROOT = Path(__file__).parents[2]
@@ -84,11 +84,13 @@ def small_tiles() -> Iterator[None]:
 def test_tiled_with_small_tiles(small_tiles: None) -> None:
     count = 20_000 if EXPLORING else 100
     check_all(cases(count, edges([16, 24], 75), edges([16, 24], 75), seed=SEED), "tiled")
+    check_all(cases(count // 10, edges([16, 24], 50), edges([16, 24], 50), dims=WIDE_DIMS, seed=SEED), "tiled")
 
 
 def test_triton_with_its_smallest_tiles(small_tiles: None) -> None:
     count = 3_000 if EXPLORING else 60
     check_all(cases(count, edges([16], 40), edges([16], 60), dims=(8, 16, 24), seed=SEED), "triton")
+    check_all(cases(count // 10, edges([16], 40), edges([16], 40), dims=WIDE_DIMS, seed=SEED), "triton")
 
 
 def test_reference() -> None:

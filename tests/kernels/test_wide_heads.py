@@ -1,6 +1,8 @@
-"""The forward is right for head dimensions above 256 (such as 576) and for sums of two powers of two (such as 192)."""
+"""Answers are right for head dimensions above 256 (such as 576) and for sums of two powers of two (such as 192)."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from flashpoint_kernels.triton_backend.host.config import exact, parts_of, tiles
 from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, TABLES
 from flashpoint_kernels.triton_backend.host.launch import forward_calls
 from tests.conftest import DEVICE
+from tests.support import oracle
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
+from tests.support.sweep.bounds import bounds
+from tests.support.sweep.check import compare
 
-BACKENDS = [name for name in ("triton", "tiled") if name in available_backends(DEVICE)]
+BACKENDS = [name for name in ("triton", "cpu", "tiled") if name in available_backends(DEVICE)]
 CASES = [
     PLAIN | {"dtype": "float16", "band": "causal", "group": 2, "dims": (192, 128)},
     PLAIN | {"dtype": "bfloat16", "layout": "thd", "band": "causal", "dims": (576, 512)},
@@ -30,6 +35,39 @@ def test_answers(case: dict[str, Any], backend: str, q_len: int, kv_len: int) ->
     tensors = {n: t for n, t in tensors_of(case, q_len, kv_len).items() if n not in ("do", "dlse")}
     report = verify(tensors, replace(options_of(case, return_lse=True), backend=backend))
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
+
+
+# D and Dv; "packed" has few queries, so that dQ has packed blocks
+GRADIENTS = [
+    PLAIN | {"dims": (257, 64), "dtype": "float16", "band": "causal", "group": 2},
+    PLAIN | {"dims": (320, 257), "dtype": "bfloat16", "band": "window", "softcap": 3.0, "sinks": True, "mask": "heads"},
+    PLAIN | {"dims": (512, 512), "layout": "thd", "band": "causal", "dlse": True},
+    PLAIN | {"dims": (576, 512), "dtype": "bfloat16", "layout": "bshd", "group": 2},
+    PLAIN | {"dims": (40, 576), "dropout": True, "alibi": True, "mask": "full", "lengths": True},
+    PLAIN | {"dims": (576, 576), "dtype": "float16", "blocks": "own", "group": 2},
+]
+
+
+def gradients_of_each() -> Iterator[Any]:
+    """Yield each backend with each case and lengths. `make test` runs half of Triton's, whose interpreter is slow."""
+    lengths = [(40, 70), (3, 35)]  # blocks of one head, and packed blocks
+    for backend, (n, case), (at, sizes) in product(BACKENDS, enumerate(GRADIENTS), enumerate(lengths)):
+        marks = [pytest.mark.slow] if backend == "triton" and (n + at) % 2 else []
+        yield pytest.param(backend, case, *sizes, marks=marks, id=f"{backend}-{name_of(case)}-{sizes[0]}")
+
+
+@pytest.mark.parametrize(("backend", "case", "q_len", "kv_len"), list(gradients_of_each()))
+def test_gradients(case: dict[str, Any], backend: str, q_len: int, kv_len: int) -> None:
+    """The gradients of wide heads are those of the definition in float64, which shares no code with the kernels."""
+    tensors = tensors_of(case, q_len, kv_len)
+    options = {**asdict(options_of(case)), "backend": backend}
+    problem = Problem.create(tensors, Options(**options), "backward")
+    for t in problem.outputs.values():
+        t.fill_(torch.nan)
+    run([problem], backend)
+    truth, allowed = oracle.answer(tensors, options), bounds(tensors, options)
+    for name, t in problem.outputs.items():
+        compare(name, t.cpu(), truth[name], allowed[name])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

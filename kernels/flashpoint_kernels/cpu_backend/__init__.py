@@ -7,6 +7,7 @@ SUPPORT = frozenset({  # keys of `tensors.FEATURES`
     "float16", "bfloat16", "float32", "causal", "window", "softcap", "dropout", "tf32", "lse", "thd", "bool_mask",
     "float_mask", "block_mask", "alibi_slopes", "sinks", "lengths", "paged", "quantized", "dlse", "gqa", "value_dim",
     "backward", "dattn_mask", "dsinks",
+    "wide_head_dim",
 })  # fmt: skip
 HANDLES = frozenset({  # tensors and options; a problem with another one is refused by name
     "q", "k", "v", "attn_mask", "block_mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "offset",

@@ -195,14 +195,13 @@ INLINE int take_out_infinite(struct scratch *own, const struct keys *keys) {
     for (int64_t j = keys->from / STEP; j * STEP < keys->to; j++) {
         char *to = own->v_rows + j * STEP * bytes;
         for (int64_t i = 0; i < STEP; i++) {
-            char copy[512];
-            memcpy(copy, key_row(own->v, j * STEP + i), bytes);
+            char *row = to + i * bytes;
+            memmove(row, key_row(own->v, j * STEP + i), bytes); /* the row may already be there: see `find_rows` */
             for (int64_t d = 0; d < own->value_dim; d++) {
                 uint16_t bits;
-                memcpy(&bits, copy + 2 * d, sizeof bits);
-                if ((bits & 0x7f80) == 0x7f80) memset(copy + 2 * d, 0, sizeof bits);
+                memcpy(&bits, row + 2 * d, sizeof bits);
+                if ((bits & 0x7f80) == 0x7f80) memset(row + 2 * d, 0, sizeof bits);
             }
-            memcpy(to + i * bytes, copy, bytes);
         }
         own->v[j] = (struct rows_of_keys){{to, to + GROUP * bytes}, bytes};
     }

@@ -186,7 +186,8 @@ def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
         backend: len(features) for backend, features in info["options"].items()
     }
     assert count == len({feature for features in info["options"].values() for feature in features})
-    assert "head dim over 256" in able["tiled"] - able["cpu"]  # the backend `cpu` has no such limit
+    assert "head dim over 256" in able["tiled"] & able["cpu"]
+    assert "head dim over 576" in able["reference"] - able["cpu"]
 
 
 def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):

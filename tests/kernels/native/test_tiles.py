@@ -50,6 +50,19 @@ def test_a_window_that_leaves_some_queries_without_keys_of_a_block(
     assert report.ok, [e for e in report.tensors if not e.ok]
 
 
+def test_wide_values_that_are_infinite_reach_no_row_that_does_not_see_them(
+    in_c: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of 576 columns are copied without their infinities; the copy of a row once had room for 256."""
+    monkeypatch.setattr(native, "library", lambda: in_c)
+    t = {name: x for name, x in qkv(1, 1, 40, 40, 576, dtype=torch.bfloat16).items() if name != "do"}
+    t["v"][:, :, 39] = torch.inf
+    finite = {**t, "v": t["v"].nan_to_num(posinf=1.0)}
+    actual, expected = (attention(**x, causal=True, backend="cpu") for x in (t, finite))
+    assert torch.equal(actual[:, :, :39], expected[:, :, :39])
+    assert actual[:, :, 39].isinf().all()
+
+
 @pytest.mark.parametrize(
     "options", [{"causal": True}, {"softcap": 4.0}, {"dropout_p": 0.3, "dropout_seed": 1}], ids=str
 )

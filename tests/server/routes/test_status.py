@@ -36,7 +36,8 @@ def test_info_says_what_it_is(server):
     assert info["device"]["name"] == "cpu"
     assert info["versions"]["torch"] == torch.__version__
     assert "softcap" in info["options"]["cpu"]  # the C kernels of backend cpu support it
-    assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["cpu"])
+    assert all("wide_head_dim" in info["options"][name] for name in info["backends"])
+    assert info["limits"]["head_dim"] == 576
     assert info["limits"]["body_bytes"] == 1 << 30
     nothing_inside(server)  # this helper reads `load` of /info
 

@@ -26,6 +26,7 @@ NOT_PACKED = {"bool_mask", "mask", "blocks", "q_lengths", "kv_lengths"}
 SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))  # of a mask; 0 is a dimension of size 1
 OF_WINDOWS = ("", "", "", "mask", "mask", "blocks", "dropout", "slopes", "sinks", "dlse", "kv_lengths", "given")
 SIDES = ("left", "window", "left", "right", "left")  # of the window of every third case
+WIDE_DIMS = (257, 320, 512, 576)  # head dimensions above 256: gradients and forward have them up to 576
 RESIDUES = 32  # the least block of keys; each residue occurs in RESIDUES windows one after another
 GRADIENTS = ("dq", "dk", "dv", "dattn_mask", "dsinks")
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import triton
 
-from flashpoint_contract.tensors import EIGHT_BIT, MAX_HEAD_DIM
+from flashpoint_contract.tensors import EIGHT_BIT, MAX_FUSED_HEAD_DIM
 from flashpoint_kernels.triton_backend.host.configurations import (
     HOPPER,
     SHARED_KIB,
     TABLES,
     WIDE,
+    WIDE_GRADIENTS,
     Config,
     Tile,
     has_fences,
@@ -68,6 +69,16 @@ def parts_of(dim: int) -> tuple[int, int]:
     return (first, rest) if dim > 128 and first + rest < whole else (whole, 0)
 
 
+def gradient_parts_of(dim: int) -> tuple[int, int]:
+    """Return (BLOCK_D, BLOCK_REST) of the backward: above 256 those of the forward, else one padded part."""
+    return parts_of(dim) if dim > MAX_FUSED_HEAD_DIM else (padded(dim), 0)
+
+
+def reloads(dtype: str, head_dim: int, value_dim: int) -> bool:
+    """Return `Constants.RELOAD` of the backward."""
+    return dtype == "float32" and max(head_dim, value_dim) > MAX_FUSED_HEAD_DIM
+
+
 def exact(head_dim: int, value_dim: int) -> bool:
     """Return `Constants.EVEN` of the forward: whether the head dimensions need no padding."""
     return sum(parts_of(head_dim)) == head_dim and padded(value_dim) == value_dim
@@ -110,7 +121,7 @@ def tiles(
     wide = wide_tile(arch, dtype, head_dim, value_dim, 2 if blocks else 1 if paged or quantized else level)
     level = max(level, 2 if quantized or blocks else 1 if paged or not even else 0)
     by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level}"]
-    config = by_dim[next(dim for dim in by_dim if min(widest, MAX_HEAD_DIM) <= dim)]
+    config = by_dim[next(dim for dim in by_dim if min(widest, max(by_dim)) <= dim)]
     forward, packed = wide or config.forward, packed_tile(arch, dtype, widest)
     if quantized:
         packed = replace(packed, block_n=max(packed.block_n // 2, 16))
@@ -121,7 +132,8 @@ def tiles(
         forward, packed = _of_pages(forward), _of_pages(packed)
     if blocks and arch == 100 and widest == 128:  # with 64 keys, the loop of uncut tiles spills registers
         forward = replace(forward, block_n=32)
-    config = replace(config, forward=forward, packed=packed)
+    of_wide: dict[str, Any] = dict(wide_gradient_tiles(arch, dtype, head_dim, value_dim))
+    config = replace(config, forward=forward, packed=packed, **of_wide)
     if arch == 90 and not has_fences(triton.__version__):
         config = config.without_copies()
         if widest == 128 and config.backward_kv.block_m == 64:  # the tile spills if it is loaded through registers
@@ -142,11 +154,24 @@ def _of_pages(tile: Tile) -> Tile:
 
 def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Tile | None:
     """Return the forward's tile for dimensions above 256, or at level 0 for D 192 with Dv 128; None for others."""
-    kind = "99 KiB" if SHARED_KIB[arch] <= 99 else "sm_100" if arch == 100 else "16 bits"
-    by_dim = WIDE["float32" if dtype == "float32" else kind]
-    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+    by_dim = WIDE[_kind_of_wide(arch, dtype)]
+    if max(head_dim, value_dim) > MAX_FUSED_HEAD_DIM:
         return by_dim[512 if padded(value_dim) <= 512 else 1024]
     return by_dim.get(192) if level == 0 and (head_dim, padded(value_dim)) == (192, 128) else None
+
+
+def wide_gradient_tiles(arch: int, dtype: str, head_dim: int, value_dim: int) -> dict[str, Tile]:
+    """Return the tiles of the backward for dimensions above 256, by their names in `Config`; {} for others."""
+    if max(head_dim, value_dim) <= MAX_FUSED_HEAD_DIM:
+        return {}
+    return WIDE_GRADIENTS[_kind_of_wide(arch, dtype)]
+
+
+def _kind_of_wide(arch: int, dtype: str) -> str:
+    """Return the key of a device and dtype in WIDE and WIDE_GRADIENTS."""
+    if dtype == "float32":
+        return dtype
+    return "99 KiB" if SHARED_KIB[arch] <= 99 else "sm_100" if arch == 100 else "16 bits"
 
 
 def keys_kind(arch: int, dtype: str) -> int:

@@ -157,6 +157,15 @@ WIDE = {
     "float32": {512: Tile(16, 16, 8, 1), 1024: Tile(16, 16, 8, 1)},
 }
 
+# The backward's tiles for head dimensions above 256: the largest that fit into shared memory at level 2, and do not
+# spill in a loop at level 0, for D 576 and Dv 576.
+WIDE_GRADIENTS = {
+    "16 bits": {"backward_kv": Tile(32, 16, 8, 1), "backward_q": Tile(32, 32, 8, 1)},
+    "sm_100": {"backward_kv": Tile(32, 16, 8, 1), "backward_q": Tile(32, 32, 8, 1)},
+    "99 KiB": {"backward_kv": Tile(16, 16, 8, 1), "backward_q": Tile(16, 16, 8, 1)},
+    "float32": {"backward_kv": Tile(16, 16, 8, 1), "backward_q": Tile(16, 16, 8, 1)},
+}
+
 # IEEE float32 uses no matrix instruction, so the architecture hardly matters: operands are in registers, tiles are
 # small.
 _FLOAT32 = {

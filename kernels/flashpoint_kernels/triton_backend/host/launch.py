@@ -18,7 +18,6 @@ from flashpoint_kernels.triton_backend.host.config import carries_float32, exact
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.host.grouped import Launch
 from flashpoint_kernels.triton_backend.host.route import (
-    ALL,
     FORWARD,
     OF_HOPPER,
     TYPES,
@@ -307,7 +306,7 @@ def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile = config.backward_kv if rows is None else config.backward_q_of(rows)
         packed = {} if rows is None else {"PACKED": rows > 0}
-        return tile, route.shared(*ALL) | {"BLOCK_N": tile.block_n} | packed
+        return tile, route.of_gradients | {"BLOCK_N": tile.block_n} | packed
 
     code, listed = route.code(kernel, rows, make), None
     if route.blocks:
@@ -340,7 +339,7 @@ def _backward_masks(launch: Launch) -> Iterator[Call]:
         ]
     if dtype is not None:
         constants = {"LEVEL": 2, "DMASK_DTYPE": TYPES[dtype], "BLOCK_N": tile.block_n}
-        code = route.code(attention_backward_mask, dtype, partial(_with, tile, route.shared(*ALL) | constants))
+        code = route.code(attention_backward_mask, dtype, partial(_with, tile, route.of_gradients | constants))
         rows = np.array(items, np.int32)
         yield launch.call(code, rows, 1, lambda items: (launch.table, launch.floats, items, *launch.dims))
 

@@ -19,7 +19,15 @@ from flashpoint_contract.tensors import EIGHT_BIT
 from flashpoint_kernels.problems.problem import Problem, launch_key
 from flashpoint_kernels.triton_backend.host import config as configuration
 from flashpoint_kernels.triton_backend.host.calls import Code
-from flashpoint_kernels.triton_backend.host.config import chip_of, config_for, hopper_tiles, keys_of_device, padded
+from flashpoint_kernels.triton_backend.host.config import (
+    chip_of,
+    config_for,
+    gradient_parts_of,
+    hopper_tiles,
+    keys_of_device,
+    padded,
+    reloads,
+)
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.kernels.groups import Constants
 
@@ -33,10 +41,9 @@ TYPES = {
     "float64": tl.float64,
 }
 
-# Names of the constants that a kernel gets from its route, for kernels for Hopper, of the backward, of the forward, and
-# those that do not read keys. A kernel adds the constants of its tile.
+# Names of the constants that a kernel gets from its route, for kernels for Hopper, of the forward, and those that do
+# not read keys. A kernel adds the constants of its tile. `Route.of_gradients` has those of the backward.
 OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
-ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN", "BLOCKS")
 FORWARD = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_DV", "PAGED", "KEYS", "BLOCKS")
 VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
@@ -64,11 +71,25 @@ class Route:
             "KEYS": keys_of_device(of_keys, device),
             "BLOCKS": blocks,
         }
+        columns = [gradient_parts_of(dim) for dim in dims]
+        self._of_gradients = {
+            "BLOCK_D": columns[0][0],
+            "BLOCK_REST": columns[0][1],
+            "BLOCK_DV": columns[1][0],
+            "BLOCK_DV_REST": columns[1][1],
+            "RELOAD": reloads(dtype, *dims),
+            "EVEN": tuple(map(sum, columns)) == dims,
+        }
         self._codes: dict[Hashable, Code] = {}
 
     def shared(self, *names: str) -> dict[str, Any]:
         """Return the constants with these names, which kernels share."""
         return {name: self._shared[name] for name in names}
+
+    @property
+    def of_gradients(self) -> dict[str, Any]:
+        """Return the constants of the general kernels of the backward; a wide head has its columns in two parts."""
+        return self.shared("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCKS") | self._of_gradients
 
     def code(self, kernel: Any, kind: Hashable, make: Callable[[], tuple[Tile, dict[str, Any]]]) -> Code:
         """Return the Code of `kernel` for `kind`, for example a number of rows of packed blocks.

@@ -8,6 +8,9 @@
 
 The notation is that of forward.py. The transposed scores are computed directly (k·qᵀ): Triton 3.4–3.7.0 gives wrong
 results on Hopper if a transposed accumulator is the operand of a dot.
+
+The columns of a wide head are in two parts, and a product over columns is the sum of two. `rest` has the last columns:
+BLOCK_REST of q and k, and BLOCK_DV_REST of do and v.
 """
 
 import triton
@@ -24,11 +27,14 @@ from flashpoint_kernels.triton_backend.kernels.tiles import (
     heads_column,
     key_stretches,
     load,
+    load_again,
+    load_rest,
     load_sequence,
     locate_vector,
     next_head,
     rows_of,
     store,
+    store_rest,
 )
 
 # Columns of a work item: table row, first row of the block of queries or keys; with a block mask, also the position of
@@ -92,6 +98,32 @@ def dropout_factor(queries, j0, seq, C: tl.constexpr):
     return z
 
 
+@triton.jit
+def rows_times_rows(a, a_rest, b, b_rest, M: tl.constexpr, N: tl.constexpr, REST: tl.constexpr, C: tl.constexpr):
+    """Return a·bᵀ (M, N) of rows in two parts; without REST, of one part."""
+    product = dot(a, tl.trans(b), tl.full([M, N], 0.0, tl.float32), C.TF32)
+    if REST:
+        product = dot(a_rest, tl.trans(b_rest), product, C.TF32)
+    return product
+
+
+@triton.jit
+def zeros_rest(M: tl.constexpr, REST: tl.constexpr):
+    """Return zeros (M, REST) in float32; 0 if REST is 0."""
+    zeros = 0
+    if REST:
+        zeros = tl.full([M, REST], 0.0, tl.float32)
+    return zeros
+
+
+@triton.jit
+def add_rest(total, a, b, REST: tl.constexpr, C: tl.constexpr):
+    """Return total + a·b for the last columns of b; `total` if REST is 0."""
+    if REST:
+        total = dot(a, b, total, C.TF32)
+    return total
+
+
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_dim, C: tl.constexpr):
     """Store dk and dv of a block of keys, summed over its queries and its group of query heads in a fixed order.
@@ -118,6 +150,9 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
     b_v = load(v_rows, o_n, C.BLOCK_DV, False, C.EVEN)  # (N, Dv)
     dk = tl.full([C.BLOCK_N, C.BLOCK_D], 0.0, tl.float32)
     dv = tl.full([C.BLOCK_N, C.BLOCK_DV], 0.0, tl.float32)
+    b_k_rest = load_rest(k_rows, o_n, C.BLOCK_D, C.BLOCK_REST, False, C.EVEN)
+    b_v_rest = load_rest(v_rows, o_n, C.BLOCK_DV, C.BLOCK_DV_REST, False, C.EVEN)
+    dk_rest, dv_rest = zeros_rest(C.BLOCK_N, C.BLOCK_REST), zeros_rest(C.BLOCK_N, C.BLOCK_DV_REST)
 
     tiles, together, times = 0, 1, group
     if C.BLOCKS:
@@ -145,7 +180,10 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
         b_q = load(next_head(q_rows, nth), o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
         # Load both tiles before the first product: then one proxy fence orders both copies (see ptx.py).
         b_do = load(next_head(do_rows, nth), o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
-        s = dot(b_k, tl.trans(b_q), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
+        b_q_rest = load_rest(next_head(q_rows, nth), o_m, C.BLOCK_D, C.BLOCK_REST, False, C.EVEN)
+        b_do_rest = load_rest(next_head(do_rows, nth), o_m, C.BLOCK_DV, C.BLOCK_DV_REST, False, C.EVEN)
+        b_k = load_again(b_k, k_rows, o_n, C.BLOCK_D, C)
+        s = rows_times_rows(b_k, b_k_rest, b_q, b_q_rest, C.BLOCK_N, C.BLOCK_M, C.BLOCK_REST, C)  # (N, M)
         s, slope = modify(s, o_m[None, :], o_n[:, None], seq, C)
         # Declare an alignment of 16 bytes; otherwise Triton 3.6 copies each thread's columns in units of four bytes.
         p_block = tl.multiple_of(p_stats + nth * stats_head + i0, 16)
@@ -155,15 +193,21 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
         seen = visible_to(o_n[:, None], i0, within[None, :], band, C)
         seen = unskipped(seen, o_m[None, :], o_n[:, None], cut, seq, C)
         p = tl.where(seen, probabilities(s, lse[None, :]), 0.0)
-        dp = dot(b_v, tl.trans(b_do), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
+        b_v = load_again(b_v, v_rows, o_n, C.BLOCK_DV, C)
+        b_do = load_again(b_do, next_head(do_rows, nth), o_m, C.BLOCK_DV, C)
+        dp = rows_times_rows(b_v, b_v_rest, b_do, b_do_rest, C.BLOCK_N, C.BLOCK_M, C.BLOCK_DV_REST, C)  # (N, M)
         if C.LEVEL == 2:
             z = tl.trans(dropout_factor(o_m, j0, seq, C))
-            dv = dot(cast(p * z, C.DTYPE), b_do, dv, C.TF32)
+            weights = cast(p * z, C.DTYPE)
             dp = dp * z
         else:
-            dv = dot(cast(p, C.DTYPE), b_do, dv, C.TF32)
-        ds = softmax_gradient(p, dp, delta[None, :], slope, C)
-        dk = dot(cast(ds, C.DTYPE), b_q, dk, C.TF32)
+            weights = cast(p, C.DTYPE)
+        dv = dot(weights, b_do, dv, C.TF32)
+        dv_rest = add_rest(dv_rest, weights, b_do_rest, C.BLOCK_DV_REST, C)
+        ds = cast(softmax_gradient(p, dp, delta[None, :], slope, C), C.DTYPE)
+        b_q = load_again(b_q, next_head(q_rows, nth), o_m, C.BLOCK_D, C)
+        dk = dot(ds, b_q, dk, C.TF32)
+        dk_rest = add_rest(dk_rest, ds, b_q_rest, C.BLOCK_REST, C)
         at += C.BLOCK_M
         time += tl.where(at >= hi, 1, 0)
         at = tl.where(at >= hi, lo, at)
@@ -173,14 +217,20 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
     if tl.load(t + col.DV) != 0:
         dv_rows = rows_of(t, col.DV, kv_head, kv_rows, value_dim, C)
         store(dv_rows, o_n, tl.where(valid, cast(dv, C.DTYPE), 0.0), C.BLOCK_DV, C.EVEN)
+        if C.BLOCK_DV_REST:
+            rest = tl.where(valid, cast(dv_rest, C.DTYPE), 0.0)
+            store_rest(dv_rows, o_n, rest, C.BLOCK_DV, C.BLOCK_DV_REST, C.EVEN)
     if tl.load(t + col.DK) != 0:
         dk_rows = rows_of(t, col.DK, kv_head, kv_rows, head_dim, C)
         store(dk_rows, o_n, tl.where(valid, cast(dk * first.scale, C.DTYPE), 0.0), C.BLOCK_D, C.EVEN)
+        if C.BLOCK_REST:
+            rest = tl.where(valid, cast(dk_rest * first.scale, C.DTYPE), 0.0)
+            store_rest(dk_rows, o_n, rest, C.BLOCK_D, C.BLOCK_REST, C.EVEN)
 
 
 @triton.jit
-def gather_keys(dq, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
-    """Return dq (M, D) of a QueryBlock plus the contribution of keys [lo, hi), one tile of BLOCK_N at a time.
+def gather_keys(dq, dq_rest, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
+    """Return dq (M, D) of a QueryBlock, in two parts, plus the contribution of keys [lo, hi), a tile at a time.
 
     FULL, lo and hi are as in `attend_keys`.
     """
@@ -191,18 +241,25 @@ def gather_keys(dq, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constex
         o_n = j0 + within
         b_k = load(tiles.k, o_n, C.BLOCK_D, FULL, C.EVEN)  # (N, D)
         b_v = load(tiles.v, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
-        s = dot(block.q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
+        b_k_rest = load_rest(tiles.k, o_n, C.BLOCK_D, C.BLOCK_REST, FULL, C.EVEN)
+        b_v_rest = load_rest(tiles.v, o_n, C.BLOCK_DV, C.BLOCK_DV_REST, FULL, C.EVEN)
+        b_q = load_again(block.q, block.q_rows, o_m, C.BLOCK_D, C)
+        s = rows_times_rows(b_q, block.rest, b_k, b_k_rest, C.BLOCK_M, C.BLOCK_N, C.BLOCK_REST, C)  # (M, N)
         s, slope = modify(s, o_m[:, None], o_n[None, :], seq, C)
         p = probabilities(s, block.lse[:, None])
         if not FULL:
             seen = visible(o_m[:, None], j0, within[None, :], seq.band, C)
             p = tl.where(unskipped(seen, o_m[:, None], o_n[None, :], cut, seq, C), p, 0.0)
-        dp = dot(block.do, tl.trans(b_v), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
+        b_do = load_again(block.do, block.do_rows, o_m, C.BLOCK_DV, C)
+        b_v = load_again(b_v, tiles.v, o_n, C.BLOCK_DV, C)
+        dp = rows_times_rows(b_do, block.do_rest, b_v, b_v_rest, C.BLOCK_M, C.BLOCK_N, C.BLOCK_DV_REST, C)  # (M, N)
         if C.LEVEL == 2:
             dp = dp * dropout_factor(o_m, j0, seq, C)
-        ds = softmax_gradient(p, dp, block.delta[:, None], slope, C)
-        dq = dot(cast(ds, C.DTYPE), b_k, dq, C.TF32)
-    return dq
+        ds = cast(softmax_gradient(p, dp, block.delta[:, None], slope, C), C.DTYPE)
+        b_k = load_again(b_k, tiles.k, o_n, C.BLOCK_D, C)
+        dq = dot(ds, b_k, dq, C.TF32)
+        dq_rest = add_rest(dq_rest, ds, b_k_rest, C.BLOCK_REST, C)
+    return dq, dq_rest
 
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
@@ -237,8 +294,13 @@ def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim
         delta = tl.load(p_stats + stats_head // 2 + o_m, mask=o_m < q_len, other=0.0)
     else:
         lse, delta = load_stats(p_stats, stats_head // 2, o_m)
-    block = QueryBlock(queries=o_m, q=b_q, do=b_do, lse=lse, delta=delta)
-    dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
+    b_rest = load_rest(q_rows, o_m, C.BLOCK_D, C.BLOCK_REST, False, C.EVEN)
+    b_do_rest = load_rest(do_rows, o_m, C.BLOCK_DV, C.BLOCK_DV_REST, False, C.EVEN)
+    block = QueryBlock(
+        queries=o_m, q=b_q, rest=b_rest, do=b_do, do_rest=b_do_rest, lse=lse, delta=delta, q_rows=q_rows,
+        do_rows=do_rows,
+    )  # fmt: skip
+    dq, dq_rest = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32), zeros_rest(C.BLOCK_M, C.BLOCK_REST)
 
     listed = 0
     if C.BLOCKS:
@@ -248,10 +310,13 @@ def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim
         lo, full_lo, full_hi, hi = key_stretches(at.first, at.last, seq.band, 0, kv_len, C)
     tiles = KeysAndValues(k=k_rows, v=v_rows, pages=0, listed=listed)
     if C.LEVEL >= 1 and not C.BLOCKS:
-        dq = gather_keys(dq, block, tiles, seq, lo, full_lo, False, C)
-    dq = gather_keys(dq, block, tiles, seq, full_lo, full_hi, True, C)
-    dq = gather_keys(dq, block, tiles, seq, full_hi, hi, False, C)
+        dq, dq_rest = gather_keys(dq, dq_rest, block, tiles, seq, lo, full_lo, False, C)
+    dq, dq_rest = gather_keys(dq, dq_rest, block, tiles, seq, full_lo, full_hi, True, C)
+    dq, dq_rest = gather_keys(dq, dq_rest, block, tiles, seq, full_hi, hi, False, C)
 
     dq = tl.where(o_m[:, None] < q_len, dq * seq.scale, 0.0)
     dq_rows = rows_of(t, col.DQ, seq.head, tl.load(t + col.Q_ROWS), head_dim, C)
     store(dq_rows, o_m, cast(dq, C.DTYPE), C.BLOCK_D, C.EVEN)
+    if C.BLOCK_REST:
+        rest = tl.where(o_m[:, None] < q_len, dq_rest * seq.scale, 0.0)
+        store_rest(dq_rows, o_m, cast(rest, C.DTYPE), C.BLOCK_D, C.BLOCK_REST, C.EVEN)

@@ -10,12 +10,19 @@ import triton
 import triton.language as tl
 
 from flashpoint_kernels.triton_backend.kernels import columns as col
-from flashpoint_kernels.triton_backend.kernels.backward import dropout_factor, load_stats
+from flashpoint_kernels.triton_backend.kernels.backward import dropout_factor, load_stats, rows_times_rows
 from flashpoint_kernels.triton_backend.kernels.blocks import tile_is_seen, unskipped
 from flashpoint_kernels.triton_backend.kernels.groups import QueryBlock
-from flashpoint_kernels.triton_backend.kernels.interpret import cast, dot
+from flashpoint_kernels.triton_backend.kernels.interpret import cast
 from flashpoint_kernels.triton_backend.kernels.scores import LOG2E, modify, probabilities, visible
-from flashpoint_kernels.triton_backend.kernels.tiles import load, load_sequence, locate_vector, rows_of
+from flashpoint_kernels.triton_backend.kernels.tiles import (
+    load,
+    load_again,
+    load_rest,
+    load_sequence,
+    locate_vector,
+    rows_of,
+)
 
 # Columns of a work item: first table row and number of rows (the batch) to sum over, first head and number of heads,
 # queries [m_lo, m_hi) and keys [n_lo, n_hi). Each of these two ranges is that of one tile of the mask, or all queries
@@ -29,17 +36,21 @@ def score_gradient(block, j0, seq, k_rows, v_rows, C: tl.constexpr):
 
     The derivative of the softcap is not a factor, because the mask is added after the softcap.
     """
-    zeros = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     o_m, within = block.queries, tl.arange(0, C.BLOCK_N)
     o_n = j0 + within
     b_k = load(k_rows, o_n, C.BLOCK_D, False, C.EVEN)  # (N, D)
     b_v = load(v_rows, o_n, C.BLOCK_DV, False, C.EVEN)  # (N, Dv)
-    s = dot(block.q, tl.trans(b_k), zeros, C.TF32)  # (M, N)
+    b_k_rest = load_rest(k_rows, o_n, C.BLOCK_D, C.BLOCK_REST, False, C.EVEN)
+    b_v_rest = load_rest(v_rows, o_n, C.BLOCK_DV, C.BLOCK_DV_REST, False, C.EVEN)
+    b_q = load_again(block.q, block.q_rows, o_m, C.BLOCK_D, C)
+    s = rows_times_rows(b_q, block.rest, b_k, b_k_rest, C.BLOCK_M, C.BLOCK_N, C.BLOCK_REST, C)  # (M, N)
     s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
     seen = visible(o_m[:, None], j0, within[None, :], seq.band, C)
     seen = unskipped(seen, o_m[:, None], o_n[None, :], 1, seq, C)
     p = tl.where(seen, probabilities(s, block.lse[:, None]), 0.0)
-    dp = dot(block.do, tl.trans(b_v), zeros, C.TF32)  # (M, N)
+    b_do = load_again(block.do, block.do_rows, o_m, C.BLOCK_DV, C)
+    b_v = load_again(b_v, v_rows, o_n, C.BLOCK_DV, C)
+    dp = rows_times_rows(b_do, block.do_rest, b_v, b_v_rest, C.BLOCK_M, C.BLOCK_N, C.BLOCK_DV_REST, C)  # (M, N)
     dp = dp * dropout_factor(o_m, j0, seq, C)
     return p * (dp - block.delta[:, None])
 
@@ -70,8 +81,13 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
                 o_m = i0 + tl.arange(0, C.BLOCK_M)
                 b_q = load(q_rows, o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
                 b_do = load(do_rows, o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
+                b_rest = load_rest(q_rows, o_m, C.BLOCK_D, C.BLOCK_REST, False, C.EVEN)
+                b_do_rest = load_rest(do_rows, o_m, C.BLOCK_DV, C.BLOCK_DV_REST, False, C.EVEN)
                 lse, delta = load_stats(p_stats + head * stats_head, stats_head // 2, o_m)
-                block = QueryBlock(queries=o_m, q=b_q, do=b_do, lse=lse, delta=delta)
+                block = QueryBlock(
+                    queries=o_m, q=b_q, rest=b_rest, do=b_do, do_rest=b_do_rest, lse=lse, delta=delta, q_rows=q_rows,
+                    do_rows=do_rows,
+                )  # fmt: skip
                 for j0 in range(n_lo, tl.minimum(n_hi, kv_len), C.BLOCK_N):
                     if not C.BLOCKS:  # noqa: SIM114  # Triton compiles only one branch
                         total += score_gradient(block, j0, seq, k_rows, v_rows, C)

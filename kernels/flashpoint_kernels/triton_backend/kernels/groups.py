@@ -30,8 +30,11 @@ class Constants:
     - TF32 is only for float32 operands.
     - ALIGNED: every row of every head starts at a multiple of 16 bytes.
     - BLOCK_M and BLOCK_N are the queries and keys of a tile.
-    - BLOCK_D and BLOCK_DV are the padded head dimensions of keys and of values. In the forward a head dimension may be
-      the sum of two powers of two, BLOCK_D and BLOCK_REST; otherwise BLOCK_REST is 0 (see config.parts_of).
+    - BLOCK_D and BLOCK_DV are the padded head dimensions of keys and of values. The keys' may be the sum of two powers
+      of two, BLOCK_D and BLOCK_REST, and in the backward the values' the sum of BLOCK_DV and BLOCK_DV_REST; otherwise
+      the rest is 0 (see config.parts_of and config.gradient_parts_of).
+    - RELOAD: a kernel of the backward loads an operand again before each product, so that shared memory holds the
+      operands of one product at a time: all four of a wide head in float32 need more than some GPUs have.
     - EVEN: the head dimensions need no padding.
     - STAGES is the number of tiles of a tensor in shared memory at a time.
     - CARRY_FLOAT32: the loop of a kernel for Hopper passes P (in the kernel for dQ: dS) to its next iteration as
@@ -53,6 +56,8 @@ class Constants:
     BLOCK_D: int | None = None
     BLOCK_REST: int | None = None
     BLOCK_DV: int | None = None
+    BLOCK_DV_REST: int | None = None
+    RELOAD: bool | None = None
     EVEN: bool | None = None
     STAGES: int | None = None
     CARRY_FLOAT32: bool | None = None
@@ -193,10 +198,18 @@ class KeysAndValues(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A block of queries in the backward: indices (M,); q (M, D) and do (M, Dv); lse in base 2 and delta, both (M,)."""
+    """A block of queries in the backward: indices (M,); q (M, D) and do (M, Dv); lse in base 2 and delta, both (M,).
+
+    `rest` and `do_rest` are the last columns of q and of do, if they are in two parts; `q_rows` and `do_rows` are the
+    Rows from which a block with RELOAD is loaded again.
+    """
 
     queries: Any
     q: Any
+    rest: Any
     do: Any
+    do_rest: Any
     lse: Any
     delta: Any
+    q_rows: Any
+    do_rows: Any

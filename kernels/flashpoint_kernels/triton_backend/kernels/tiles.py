@@ -176,6 +176,36 @@ def columns_from(rows, first: tl.constexpr):
 
 
 @triton.jit
+def load_again(block, rows, o, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """Return `block`, the rows `o` of up to BLOCK_D columns; with RELOAD, load it once more (see groups.Constants)."""
+    if C.RELOAD:
+        o_d = tl.arange(0, BLOCK_D)
+        m_rows = o[:, None] < rows.length
+        if not C.EVEN:
+            m_rows = m_rows & (o_d[None, :] < rows.dim)
+        # `volatile` prevents Triton from using the earlier load, and from moving this one out of a loop.
+        p = rows.base + o[:, None] * rows.stride + o_d[None, :]
+        block = tl.load(p, mask=m_rows, other=0.0, volatile=True)
+    return block
+
+
+@triton.jit
+def load_rest(rows, o, first: tl.constexpr, REST: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
+    """Return the columns of the rows `o` from `first` on, (len(o), REST), like `load`; 0 if REST is 0."""
+    block = 0
+    if REST:
+        block = load(columns_from(rows, first), o, REST, FULL, EVEN)
+    return block
+
+
+@triton.jit
+def store_rest(rows, o, block, first: tl.constexpr, REST: tl.constexpr, EVEN: tl.constexpr):
+    """Store `block` (len(o), REST) to the columns of the rows `o` from `first` on, like `store`; REST may be 0."""
+    if REST:
+        store(columns_from(rows, first), o, block, REST, EVEN)
+
+
+@triton.jit
 def block_at(start, nth, group, C: tl.constexpr):
     """Return the Block from row `start` on: of query head `nth`, or if packed, of the query heads of key head `nth`."""
     o_r = start + tl.arange(0, C.BLOCK_M)

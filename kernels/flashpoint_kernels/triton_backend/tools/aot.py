@@ -27,7 +27,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from flashpoint_kernels.triton_backend.hopper.backward import attention_backward_kv_hopper, attention_backward_q_hopper
 from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
 from flashpoint_kernels.triton_backend.host.calls import compile_options
-from flashpoint_kernels.triton_backend.host.config import carries_float32, exact, keys_kind, padded, parts_of, tiles
+from flashpoint_kernels.triton_backend.host.config import (
+    carries_float32,
+    gradient_parts_of,
+    keys_kind,
+    padded,
+    parts_of,
+    reloads,
+    tiles,
+)
 from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.host.route import TYPES
 from flashpoint_kernels.triton_backend.kernels.backward import (
@@ -174,13 +182,19 @@ def build(variant: Variant, tile: Tile) -> Any:
     value_dim = value_dim or dim
     kernel, rows = kernel_of(variant)
     function, hopper = KERNELS[kernel], kernel.endswith("_hopper")
-    block_d, block_rest = parts_of(dim) if kernel in _FORWARDS else (padded(dim), 0)
-    even = exact(dim, value_dim) if kernel in _FORWARDS else (padded(dim), padded(value_dim)) == (dim, value_dim)
+    of_gradients = kernel in ("backward_kv", "backward_q", "backward_mask")
+    (block_d, block_rest), (block_dv, block_dv_rest) = (padded(dim), 0), (padded(value_dim), 0)
+    if kernel in _FORWARDS:
+        block_d, block_rest = parts_of(dim)
+    elif of_gradients:
+        (block_d, block_rest), (block_dv, block_dv_rest) = gradient_parts_of(dim), gradient_parts_of(value_dim)
+    even = (block_d + block_rest, block_dv + block_dv_rest) == (dim, value_dim)
     constants = Constants(
         LEVEL=level, DTYPE=TYPES[dtype], MASK_DTYPE=mask and TYPES[mask], DMASK_DTYPE=tl.float32,
         TF32=precision == "tf32",
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_REST=block_rest,
-        BLOCK_DV=padded(value_dim), EVEN=even, STAGES=tile.num_stages, PACKED=rows > 0,
+        BLOCK_DV=block_dv, BLOCK_DV_REST=block_dv_rest, EVEN=even, STAGES=tile.num_stages,
+        RELOAD=of_gradients and reloads(dtype, dim, value_dim), PACKED=rows > 0,
         CARRY_FLOAT32=carries_float32(kernel.removesuffix("_hopper"), block_d, padded(value_dim)) if hopper else None,
         PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys), BLOCKS=variant.kernel.endswith("_blocks"),
     )  # fmt: skip

@@ -55,11 +55,12 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
             variants.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
             variants += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
-            variants.append(Variant("forward", arch, dtype, 576, value_dim=512))
+            variants += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in ("delta", *_PRODUCTS)]
         else:
             variants += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
             variants.append(Variant("forward", arch, dtype, 192, value_dim=128))
-            wide = ("forward", "forward_packed16", "merge", "merge_packed16")
+            packed = ("forward_packed16", "merge", "merge_packed16", "backward_q_packed16")
+            wide = (*_PRODUCTS, "delta", *packed)
             variants += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in wide]
             kinds = product(("forward", "forward_packed16"), OTHER_KEYS)
             variants += [Variant(kernel, arch, dtype, 128, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
@@ -95,6 +96,8 @@ def representative() -> list[Variant]:
     """
     wide = product((80, 90, 100), ((192, 128), (576, 512)))
     variants = [Variant("forward", arch, "bfloat16", dim, value_dim=dv) for arch, (dim, dv) in wide]
+    of_wide = product((86, 90), ("backward_kv", "backward_q"))
+    variants += [Variant(kernel, arch, "bfloat16", 576, value_dim=512) for arch, kernel in of_wide]
     for arch in TABLES:
         dims = (64, 128) if arch in (80, 90) else (128,)
         variants += [
