@@ -288,4 +288,6 @@ def _gradients(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
 
 @_gradients.defjvp
 def _second_order(call: _Call, primals: Any, tangents: Any) -> Any:
-    raise RuntimeError("second-order gradients of attention are not available")
+    raise RuntimeError(
+        "second-order gradients of attention are not available over HTTP: use flashpoint_kernels, in torch"
+    )

@@ -131,7 +131,8 @@ def attention(
         (Hq, Tq) in `thd`, (B, S) and (S,) for q of 3 and 2 dimensions. A query that sees no key has o = 0 and lse = −∞
         (with a sink: lse is the sink), and gradients of 0.
 
-        Differentiable once in q, k, v, a float `attn_mask` and `sinks`, through o and lse; not with pages or 8-bit k.
+        Differentiable twice in q, k, v, a float `attn_mask` and `sinks`, through o and lse, in reverse and forward
+        mode; not with pages or 8-bit k. Derivatives of derivatives run on `tiled`.
 
     Raises:
         ProblemError: a ValueError whose `errors` name each field that is not valid or that the backend cannot do.

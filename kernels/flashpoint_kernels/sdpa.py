@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     Returns:
         o, (…, Hq, L, Ev), in query's dtype. A query that sees no key has o = 0.
 
-        Differentiable once, in query, key, value and a float `attn_mask`.
+        Differentiable twice, in query, key, value and a float `attn_mask`, in reverse and forward mode.
 
     Raises:
         SdpaError: a ProblemError, whose `errors` name what is not valid: both a ValueError and a RuntimeError, since

@@ -122,13 +122,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert all(x.grad.dtype == dtype for x in t.values())
 
 
-def test_second_order_raises() -> None:
-    t = leaves()
-    (dq,) = torch.autograd.grad(attention(**t).square().sum(), t["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="second-order"):
-        dq.sum().backward()
-
-
 def test_slopes_that_require_a_gradient_are_refused() -> None:
     t, slopes = leaves(), torch.ones(4, device=DEVICE, requires_grad=True)
     with pytest.raises(ProblemError, match="alibi_slopes: has no gradient"):

@@ -32,7 +32,7 @@ from flashpoint_contract.options import GRADS
 from flashpoint_contract.tensors import INPUT_TENSORS, TENSORS
 
 R = TypeVar("R")
-
+LIBRARY = "flashpoint_kernels.attention, which computes them in this process"
 _BATCHED = ("FuncTorchBatched", "Batched")  # dispatch keys under torch.vmap, and autograd.grad(is_grads_batched=True)
 
 
@@ -77,9 +77,11 @@ def refuse_transforms(tensors: Iterable[tuple[str, object]]) -> None:
                 'of different lengths in layout="thd"'
             )
         if level >= 0 and (functorch.is_gradtrackingtensor(t) or unpack(t).tangent is not None):
-            raise RuntimeError("forward-mode derivatives of attention are not available; use backward()")
+            raise RuntimeError(
+                f"forward-mode derivatives of attention are not available over HTTP; use backward(), or {LIBRARY}"
+            )
         if functorch.is_gradtrackingtensor(t):
-            raise RuntimeError("torch.func does not differentiate attention: use backward() or torch.autograd.grad")
+            raise RuntimeError(f"torch.func does not differentiate attention over HTTP: use backward(), or {LIBRARY}")
 
 
 def seed_for(keywords: dict[str, Any]) -> Tensor | None:
@@ -214,4 +216,4 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("second-order gradients of attention are not available")
+        raise RuntimeError(f"second-order gradients of attention are not available over HTTP: use {LIBRARY}")

@@ -31,6 +31,7 @@ _MODULES = {
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
+_DERIVATIVES = {"tiled": "tiled_backend.derivatives", "reference": "reference_backend.derivatives"}
 _OF_OPERATORS = ("torch", "tiled", "reference")  # backends that are made of torch's operators
 _OWN_FORWARD = ("reference", "cpu")  # backends whose `backward` computes missing `o` and `lse` itself
 
@@ -86,6 +87,20 @@ def backend_for(spec: Spec, device: str) -> str:
             f"auto takes the backend tiled, which is slower: {native.missing()}", RuntimeWarning, stacklevel=2
         )
     return choose_backend(spec, available)
+
+
+def derivative_backend(spec: Spec, device: str) -> str:
+    """Return the backend for derivatives along a direction, of the forward or of the gradients.
+
+    Raises ProblemError if `spec` names a backend without them, or one that cannot do this problem.
+    """
+    named = spec.options.backend
+    if named != "auto":
+        if named not in _DERIVATIVES:
+            text = f"{named} has no forward-mode or second derivatives: use auto, {' or '.join(_DERIVATIVES)}"
+            raise ProblemError([("backend", text)])
+        return backend_for(spec, device)
+    return next((each for each in _DERIVATIVES if not unsupported(each, spec)), "reference")
 
 
 def run(problems: Sequence[Problem], backend: str) -> None:
@@ -147,7 +162,9 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
 
 
 def _solve(problems: Sequence[Problem], backend: str) -> None:
-    if problems[0].spec.direction == "forward":
+    if problems[0].tangents is not None:
+        import_module(f"flashpoint_kernels.{_DERIVATIVES[backend]}").solve(problems)
+    elif problems[0].spec.direction == "forward":
         _module(backend).forward(problems)
     else:
         forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)

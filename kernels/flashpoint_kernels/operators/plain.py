@@ -26,8 +26,8 @@ from flashpoint_kernels.cpu_backend.forward import attend_dense
 from flashpoint_kernels.cpu_backend.ranges import is_tiny
 from flashpoint_kernels.dispatching.dispatch import backend_for
 from flashpoint_kernels.native.calls import Replay
-from flashpoint_kernels.operators import ops
-from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients
+from flashpoint_kernels.operators import derivatives
+from flashpoint_kernels.operators.solving import literal
 from flashpoint_kernels.problems.memory import SUSPECT, extent, in_memory
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 from flashpoint_kernels.problems.strides import empty_like, laid_like
@@ -172,11 +172,12 @@ class _Plain(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         route: Route = ctx.route
         needed = [name for name, yes in zip("qkv", ctx.needs_input_grad, strict=False) if yes]
-        refuse_batched_gradients(do, dlse)
-        simple = dlse is None and forward_ad._current_level < 0 and not torch.is_grad_enabled()
+        simple = dlse is None and not (
+            torch.is_grad_enabled() or derivatives.transformed() or derivatives.is_batched(do)
+        )
         if do is not None and simple:
             grads = dict(zip("qkv", route.backward(do, q, k, v, o, lse), strict=True))
         else:
-            inputs = ops.plain_inputs(q, k, v)
-            grads = ops.gradients(inputs, do, o, lse, dlse, ops.literal(route.options), needed)
+            inputs = derivatives.plain_inputs(q, k, v)
+            grads = derivatives.gradients(inputs, do, o, lse, dlse, literal(route.options), needed)
         return *(grads[name] if name in needed else None for name in "qkv"), None

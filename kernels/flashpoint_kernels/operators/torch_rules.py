@@ -21,8 +21,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # The types of devices that have autocast: found here, because torch.compile cannot trace `is_autocast_available` in
 # torch 2.11.
-_AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 _BATCHED = ("FuncTorchBatched", "Batched")  # wrappers of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
+_AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
 def raises_as(
@@ -82,6 +82,18 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _casts(t: object, kind: str) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point() and t.device.type == kind and t.dtype.itemsize in (2, 4)
+
+
+def refuse_nested(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Raise ProblemError for a NestedTensor."""
+    if torch.compiler.is_compiling():
+        return
+    for name, t in tensors:
+        if t is not None and t.is_nested:
+            raise ProblemError([(
+                name,
+                "is a NestedTensor: pass its values() with layout='thd', and its offsets() as cu_seqlens_q and _k",
+            )])  # fmt: skip
 
 
 def refuse_transforms(tensors: Iterable[tuple[str, Tensor | None]]) -> None:

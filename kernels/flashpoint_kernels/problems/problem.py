@@ -78,6 +78,8 @@ class Problem:
         threads: Number of threads that the kernels in C may use; 0 means one. It does not change any bits.
         pages: The page numbers in `block_table`, (B, pages) int32, if they are known and constant while the problem is
         used; else None. With them, Triton's kernels read a page that several sequences share only once.
+        tangents: For a derivative along a direction: the tangents of the inputs, by the names of the inputs, as
+        `tensors`; as `outputs`, those of o, lse and the gradients. The backends `tiled` and `reference` have it.
     """
 
     spec: Spec
@@ -90,6 +92,7 @@ class Problem:
     first_head: int = 0
     threads: int = 0
     pages: np.ndarray | None = None
+    tangents: Problem | None = None
     # Functions with which a backend computes this problem again in the same memory. An engine may write other values
     # into that memory and run the problem again; the backend then need not make the views of a small call again. A
     # problem that `replace` returns has a new, empty list. The functions refer to tensors, never to the problem.
@@ -298,12 +301,19 @@ class Problem:
             return t.narrow(t.ndim + axis, first, last - first)
 
         tensors = {name: part(name, t) for name, t in self.tensors.items()}
-        infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
+        infos = {
+            name: TensorInfo(info.dtype, tuple(tensors[name].shape)) if name in tensors else info
+            for name, info in spec.tensors.items()
+        }
         part_spec = replace(spec, tensors=infos, q_heads=(stop - start) * group, kv_heads=stop - start)
         outputs = {name: part(name, t) for name, t in self.outputs.items()}
         first_head = self.first_head + start * group
         cut_of = self.cut_of or spec.kv_heads
-        return replace(self, spec=part_spec, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
+        tangents = self.tangents and self.tangents.heads(start, stop)
+        return replace(
+            self, spec=part_spec, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head,
+            tangents=tangents,
+        )  # fmt: skip
 
     def with_columns(self) -> Problem:
         """Return an equivalent problem in which each head dimension of 0 (D or Dv) is one column of zeros.
@@ -318,9 +328,14 @@ class Problem:
             return t if t.shape[-1:] != (0,) or not row.has_columns else t.new_zeros(*t.shape[:-1], dims[row.axes[-1]])
 
         tensors = {name: wide(name, t) for name, t in self.tensors.items()}
-        infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
+        infos = {
+            name: TensorInfo(info.dtype, tuple(tensors[name].shape)) if name in tensors else info
+            for name, info in spec.tensors.items()
+        }
         wide_spec = replace(spec, tensors=infos, head_dim=dims["D"], value_dim=dims["Dv"])
-        return replace(self, spec=wide_spec, tensors=tensors, outputs={n: wide(n, t) for n, t in self.outputs.items()})
+        outputs, tangents = {n: wide(n, t) for n, t in self.outputs.items()}, self.tangents
+        tangents = tangents and tangents.with_columns()
+        return replace(self, spec=wide_spec, tensors=tensors, outputs=outputs, tangents=tangents)
 
     def of_rows(self, start: int, stop: int) -> Problem:
         """Return the problem of sequences [`start`, `stop`), over the same memory.
@@ -328,7 +343,7 @@ class Problem:
         This is not allowed if an output is a sum over sequences: dsinks, or the gradient of a mask that sequences
         share.
         """
-        return replace(self, rows=self.rows[start:stop])
+        return replace(self, rows=self.rows[start:stop], tangents=self.tangents and self.tangents.of_rows(start, stop))
 
     @property
     def has_gaps(self) -> bool:

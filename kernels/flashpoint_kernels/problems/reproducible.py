@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problems import modes
@@ -161,7 +162,8 @@ def spread(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _in_mode(inference: bool, call: Callable[[], None]) -> None:
-    with torch.inference_mode(inference):
+    # A thread follows tangents of dual numbers by default, also where the caller's thread does not.
+    with torch.inference_mode(inference), forward_ad._set_fwd_grad_enabled(False):
         call()
 
 

@@ -11,6 +11,7 @@ Gradients are computed from q, k and v only: `o` and `lse` from the caller are n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,10 +46,10 @@ def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None
     """
     problem.clear_outputs()
     for row, x in problem.sequences():
-        inputs = _inputs(problem, row, x, dtype)
-        for queries in _chunks(problem, row):
+        inputs = inputs_of(problem, row, x, dtype)
+        for queries in chunks(problem, row):
             block()
-            o, lse = attend(problem, row, _of_queries(inputs, queries), queries)
+            o, lse = attend(problem, row, of_queries(inputs, queries), queries)
             for name, answer in (("o", o), ("lse", lse)):
                 if name in problem.outputs:
                     x[name][:, queries.start : queries.stop] = answer
@@ -69,7 +70,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], Non
         if name in problem.outputs
     }
     for row, x in problem.sequences():
-        inputs = _inputs(problem, row, x, dtype)
+        inputs = inputs_of(problem, row, x, dtype)
         sums: dict[str, Tensor] = {
             name: torch.zeros_like(x[name], dtype=sum_dtype) for name in ("dk", "dv") if name in problem.outputs
         }
@@ -77,7 +78,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], Non
             sums["dsinks"] = shared["dsinks"]
         if "dattn_mask" in shared:
             sums["dattn_mask"] = problem.mask_part(shared["dattn_mask"], [row])[0]
-        for queries in _chunks(problem, row):
+        for queries in chunks(problem, row):
             block()
             rows = slice(queries.start, queries.stop)
             for name, grad in _gradients(problem, row, inputs, x, queries, dtype).items():
@@ -100,15 +101,12 @@ def _gradients(
     """Return the contribution of these queries to each requested gradient, by autograd."""
     names = [_LEAVES[name] for name in problem.outputs]
     rows = slice(queries.start, queries.stop)
-    # torch's dispatcher runs an operator with autograd off (ops.py). enable_grad alone does not change that, so also
-    # enable recording. Nothing is recorded of tensors of the inference mode, so copy these.
-    recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with torch.inference_mode(False), torch.enable_grad(), recording:
-        part = {name: _recordable(t) for name, t in _of_queries(inputs, queries).items()}
+    with recording():
+        part = {name: recordable(t) for name, t in of_queries(inputs, queries).items()}
         leaves = [part[name].detach().requires_grad_() for name in names]
         answers = attend(problem, row, part | dict(zip(names, leaves, strict=True)), queries)
-        do = _recordable(x["do"][:, rows].to(dtype))
-        dlse = _recordable(x["dlse"][:, rows].to(dtype)) if "dlse" in x else torch.zeros_like(answers[1])
+        do = recordable(x["do"][:, rows].to(dtype))
+        dlse = recordable(x["dlse"][:, rows].to(dtype)) if "dlse" in x else torch.zeros_like(answers[1])
         # The gradients of this loss for o and lse are do and dlse. If autograd.grad got do and dlse directly, it would
         # import sympy, which takes half a second. If only v is a leaf, lse has no gradient, because it does not depend
         # on v.
@@ -118,43 +116,52 @@ def _gradients(
     return dict(zip(problem.outputs, grads, strict=True))
 
 
-def _recordable(t: Tensor) -> Tensor:
+@contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record. Nothing is recorded of tensors of the inference mode: see `recordable`."""
+    # torch's dispatcher runs an operator with autograd off (ops.py). enable_grad alone does not change that.
+    recorded = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.inference_mode(False), torch.enable_grad(), recorded:
+        yield
+
+
+def recordable(t: Tensor) -> Tensor:
     return t.clone() if t.is_inference() else t
 
 
 def blocks(problem: Problem) -> int:
     """Return the number of blocks of queries in which the problem is computed."""
-    return sum(1 for row in problem.rows for _ in _chunks(problem, row))
+    return sum(1 for row in problem.rows for _ in chunks(problem, row))
 
 
-def _chunks(problem: Problem, row: Row) -> Iterator[range]:
+def chunks(problem: Problem, row: Row) -> Iterator[range]:
     """Return ranges of a sequence's queries, each with at most CHUNK scores or with one query."""
     step = max(1, CHUNK // max(1, problem.spec.q_heads * row.kv_len))
     return (range(start, min(start + step, row.q_len)) for start in range(0, row.q_len, step))
 
 
-def _of_queries(inputs: dict[str, Tensor], queries: range) -> dict[str, Tensor]:
+def of_queries(inputs: dict[str, Tensor], queries: range) -> dict[str, Tensor]:
     """Return the inputs with q, and a mask that depends on the query, reduced to `queries`."""
     rows = slice(queries.start, queries.stop)
-    cut = {"q": inputs["q"][:, rows]}
+    cut = {"q": inputs["q"][:, rows]} if "q" in inputs else {}
     if "attn_mask" in inputs and inputs["attn_mask"].shape[1] > 1:
         cut["attn_mask"] = inputs["attn_mask"][:, rows]
     return inputs | cut
 
 
-def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def inputs_of(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the inputs of one sequence in `dtype`; a bool mask keeps its dtype.
 
     q is (Hq,sq,D), k and v are (Hk,sk,D|Dv), sinks and slopes (Hq,), attn_mask (Hq|1,sq|1,sk|1).
     """
-    tensors = {name: x[name] for name in ("q", "k", "v")}
+    tensors: dict[str, Tensor] = {name: x[name] for name in ("q", "k", "v") if name in x}
     # The canonical views of sinks and slopes are float32, but a float64 problem keeps the caller's float64.
     if "sinks" in x:
         tensors["sinks"] = problem.tensors["sinks"]
     if "alibi_slopes" in x:
         slopes = problem.tensors["alibi_slopes"]
         tensors["alibi_slopes"] = slopes[row.index] if slopes.ndim == 2 else slopes
-    if problem.spec.has("attn_mask"):
+    if "attn_mask" in problem.tensors:
         tensors["attn_mask"] = problem.mask_part(problem.tensors["attn_mask"], [row])[0]
     for name in ("k", "v"):
         if f"{name}_scale" in x:

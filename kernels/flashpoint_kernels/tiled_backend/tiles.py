@@ -57,7 +57,7 @@ def forward(problems: Sequence[Problem], tile: tuple[int, int] | None = None) ->
     """Compute forwards. `tile` replaces the queries and keys of a tile of one head."""
     for problem in problems:
         problem.clear_outputs()
-        for rows, x in _with_queries(problem):
+        for rows, x in with_queries(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count):
                 if problem.spec.has("block_mask"):
                     blocks.forward(problem, rows, x)
@@ -77,7 +77,7 @@ def backward(problems: Sequence[Problem], tile: tuple[int, int] | None = None) -
             for name in ("dattn_mask", "dsinks")
             if name in problem.outputs and not (name == "dattn_mask" and _own_mask(problem))
         }
-        for rows, x in _with_queries(problem):
+        for rows, x in with_queries(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count):
                 outputs: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
                 if "dsinks" in shared:
@@ -103,7 +103,7 @@ def _own_mask(problem: Problem) -> bool:
     return problem.tensors["attn_mask"].numel() == math.prod(problem.spec.shape_of("attn_mask"))
 
 
-def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
+def with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
     """Return `Problem.batches` without sequences that have no queries: `clear_outputs` has written their outputs."""
 
     def most(row: Row) -> int:
@@ -116,13 +116,13 @@ def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str,
 def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None, tile: tuple[int, int] | None) -> None:
     block_m, block_n = t.block(tile or (DROPOUT_FORWARD_TILE if t.dropout_p else FORWARD_TILE))
     memory, room = t.memory(block_m, block_n), t.room(block_m, block_n)
-    for i0, i1 in _steps(0, t.q_len, block_m):
+    for i0, i1 in steps(0, t.q_len, block_m):
         q = t.queries(t.q, i0, i1)
         # A sink counts as a key with value 0 that is processed before the first key.
         m = t.sinks.repeat(1, i1 - i0, 1)
         total = (m > -INF).float()
         acc = q.new_zeros(*q.shape[:2], t.v.shape[-1])
-        for j0, j1 in _steps(*t.key_range(i0, i1), block_n):
+        for j0, j1 in steps(*t.key_range(i0, i1), block_n):
             s, _ = t.scores(q, i0, i1, j0, j1, memory, memory)
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             base = _finite(m_new)
@@ -165,14 +165,14 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor], tile: tupl
     other_memory = memory if room is None else torch.empty_like(memory)
     tangents = torch.empty_like(memory) if t.softcap else memory
     own_mask = "dattn_mask" in out and _own_mask(t.problem)
-    for j0, j1 in _steps(0, t.kv_len, block_n):
+    for j0, j1 in steps(0, t.kv_len, block_n):
         k, v = t.keys(j0, j1), t.values(j0, j1)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         first, end = t.query_range(j0, j1)
         if own_mask:
             for unseen in (slice(0, first), slice(max(first, end), None)):
                 out["dattn_mask"][:, :, unseen, j0:j1] = 0.0
-        for i0, i1 in _steps(first, end, block_m):
+        for i0, i1 in steps(first, end, block_m):
             q, do_i = t.queries(t.q, i0, i1), t.queries(do, i0, i1)
             shape = (*q.shape[:2], j1 - j0)
             s, tanh = t.scores(q, i0, i1, j0, j1, memory, tangents)
@@ -190,7 +190,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor], tile: tupl
             if own_mask:
                 out["dattn_mask"][:, :, i0:i1, j0:j1] = parted(ds, 0, t.each)
             elif "dattn_mask" in out:
-                part, ds_of_heads = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
+                part, ds_of_heads = part_of(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
                 # Sum within each sequence first: then its sum has the same bits, whatever other sequences there are.
                 part += ds_of_heads.sum_to_size(ds_of_heads.shape[0], *part.shape[1:]).sum_to_size(part.shape)
             if tanh is not None:
@@ -337,7 +337,7 @@ class Tiles:
         if self.slopes is not None:
             s.addcmul_(self.slopes, self.ahead(i0, i1, j0, j1).abs_().float(), value=-1.0)
         if self.mask is not None:
-            parted(s, 0, self.each).add_(added(_part(self.mask, i0, i1, j0, j1)))
+            parted(s, 0, self.each).add_(added(part_of(self.mask, i0, i1, j0, j1)))
         lo, hi = bounds.full_key_range(i0, i1 - 1, self.offset, left, right, self.kv_len)
         if j0 < lo or hi < j1:
             s.add_(self.edge(i0, i1, j0, j1))
@@ -368,17 +368,24 @@ class Tiles:
         tile = (self.heads, min(queries, self.q_len), min(keys, self.kv_len))
         return room_for(*tile, self.q.device) if self.dropout_p else None
 
-    def drop(self, p: Tensor, i0: int, i1: int, j0: int, j1: int, room: Tensor, out: Tensor) -> Tensor:
-        """Write to `out` the probabilities `p` (n·Hq, bm, bn), with 0 for the dropped ones."""
+    def kept(self, i0: int, i1: int, j0: int, j1: int, room: Tensor | None = None) -> Tensor | None:
+        """Return the bits of the probabilities (n·Hq, bm, bn) that dropout keeps; None without dropout."""
+        if not self.dropout_p:
+            return None
         assert self.problem.seed is not None, "a problem with dropout has a seed"
         tile = (self.problem.query_heads, range(i0, i1), range(j0, j1))
         sequences = [row.index for row in self.rows]
-        bits = kept_bits(self.problem.seed, self.dropout_p, sequences, *tile, self.q.device, room)
+        return kept_bits(self.problem.seed, self.dropout_p, sequences, *tile, self.q.device, room)
+
+    def drop(self, p: Tensor, i0: int, i1: int, j0: int, j1: int, room: Tensor, out: Tensor) -> Tensor:
+        """Write to `out` the probabilities `p` (n·Hq, bm, bn), with 0 for the dropped ones."""
+        bits = self.kept(i0, i1, j0, j1, room)
+        assert bits is not None, "a tile with dropout"
         torch.bitwise_and(p.view(torch.int32), bits, out=out.view(torch.int32))
         return out
 
 
-def _steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:
+def steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:
     for start in range(lo, hi, step):
         yield start, min(start + step, hi)
 
@@ -395,7 +402,7 @@ def _finite(m: Tensor) -> Tensor:
     return m.clamp(min=torch.finfo(torch.float32).min)
 
 
-def _part(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+def part_of(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
     """Return queries i0 … i1 and keys j0 … j1 of `t` (n|1, Hq|1, sq|1, sk|1). A dimension of size 1 keeps this size."""
     queries = slice(i0, i1) if t.shape[2] > 1 else slice(None)
     keys = slice(j0, j1) if t.shape[3] > 1 else slice(None)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS
 from flashpoint_kernels import Options, ProblemError, attention, attention_backward, quantize
-from flashpoint_kernels.operators.ops import literal
+from flashpoint_kernels.operators.solving import literal
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal, qkv
 

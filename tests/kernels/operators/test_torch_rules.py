@@ -1,129 +1,21 @@
-"""`attention` raises for missing derivatives, transforms and NestedTensors, and follows SDPA under autocast."""
+"""`attention` refuses NestedTensors and gradients of pages, and follows SDPA under autocast."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, functional
 
-from flashpoint_kernels import ProblemError, attention, attention_backward, quantize
+from flashpoint_kernels import ProblemError, attention, quantize
 from flashpoint_kernels.modules import Block
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal
 
-# torch itself uses torch.jit.script for forward-mode derivatives, and warns once in each process.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-
 X = normal(1, 2, 6, 8)
-SECOND = "second-order gradients of attention are not available"
-FORWARD = "forward-mode derivatives of attention are not available"
-BATCHED = "vmap of a gradient of attention is not available"
-FUNC = "torch.func does not differentiate attention"
-
-# Options for both paths of `attention` with kernels in C: operators/plain.py, and ops.py for dropout.
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {}, "softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": 1},
-}  # fmt: skip
-ways = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 
 
 def leaf(t: Tensor = X) -> Tensor:
     return t.detach().clone().requires_grad_()
-
-
-@ways
-@pytest.mark.parametrize("of", ["q", "k", "v", "attn_mask", "sinks", "do", "dlse"])
-def test_a_second_derivative_raises_whatever_it_is_taken_of(options: dict[str, Any], of: str) -> None:
-    more = {"attn_mask": normal(6, 6), "sinks": normal(2)} if of in ("attn_mask", "sinks") else {}
-    t = {name: leaf(x) for name, x in {"q": X, "k": X, "v": X, **more}.items()}
-    given = {"do": leaf(), "dlse": leaf(X[..., 0])}
-    o, lse = attention(**t, return_lse=True, **options)
-    first = torch.autograd.grad((o, lse), tuple(t.values()), tuple(given.values()), create_graph=True)
-    for gradient in first:
-        with pytest.raises(RuntimeError, match=SECOND):
-            torch.autograd.grad(gradient.square().sum(), (t | given)[of], retain_graph=True)
-
-
-@ways
-def test_a_gradient_penalty_raises(options: dict[str, Any]) -> None:
-    """The backward pass of a gradient penalty raises an error, also if `weight` affects dq only through do."""
-    q, weight = leaf(), leaf()
-    (dq,) = torch.autograd.grad((attention(q, X, X, **options) * weight).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=SECOND):
-        (dq.norm() - 1).square().backward()
-    do = leaf()
-    with pytest.raises(RuntimeError, match=SECOND):
-        attention_backward(do, X, X, X, **options)[0].sum().backward()
-
-
-@ways
-def test_transforms_raise_and_never_answer_zero(options: dict[str, Any]) -> None:
-    def solve(q: Tensor) -> Tensor:
-        return attention(q, X, X, **options)
-
-    def loss(q: Tensor) -> Tensor:
-        return solve(q).square().sum()
-
-    def forward_over_reverse(inside: bool) -> None:
-        q = leaf()
-        o = None if inside else solve(q)
-        with forward_ad.dual_level():
-            torch.autograd.grad(solve(q) if o is None else o, q, forward_ad.make_dual(X, X))
-
-    batch, f = X[None].expand(3, -1, -1, -1, -1), torch.func
-    raising: list[tuple[str, Callable[[], Any]]] = [
-        (FUNC, lambda: f.grad(loss)(X)),
-        (FUNC, lambda: f.grad(lambda q: f.grad(loss)(q).sum())(X)),
-        (FUNC, lambda: f.vjp(solve, X)[1](X)),
-        (FUNC, lambda: f.jacrev(solve)(X)),
-        (FUNC, lambda: f.vmap(f.grad(loss))(batch)),
-        (FUNC, lambda: f.grad(lambda x: f.vmap(solve)(x).sum())(batch)),
-        (FORWARD, lambda: f.jvp(solve, (X,), (X,))),
-        (FORWARD, lambda: f.jvp(lambda x: f.vmap(solve)(x), (batch,), (batch,))),
-        (FORWARD, lambda: f.jacfwd(solve)(X)),
-        (FORWARD, lambda: f.hessian(loss)(X)),
-        (FORWARD, lambda: f.linearize(solve, X)),
-        (FORWARD, lambda: f.jvp(lambda do: attention_backward(do, X, X, X, **options)[0], (X,), (X,))),
-        (FORWARD, lambda: functional.jacobian(solve, X, vectorize=True, strategy="forward-mode")),
-        (FORWARD, lambda: forward_over_reverse(inside=True)),
-        (FORWARD, lambda: forward_over_reverse(inside=False)),
-        (SECOND, lambda: functional.jvp(solve, X, X)),
-        (SECOND, lambda: functional.hvp(loss, X, X)),
-        (SECOND, lambda: functional.vhp(loss, X, X)),
-        (SECOND, lambda: functional.hessian(loss, X)),
-        (BATCHED, lambda: functional.jacobian(solve, X, vectorize=True)),
-        (BATCHED, lambda: torch.autograd.grad(solve(q := leaf()), q, batch, is_grads_batched=True)),
-    ]
-    for number, (message, call) in enumerate(raising):
-        with pytest.raises(RuntimeError, match=message):
-            pytest.fail(f"number {number} gave {call()}")
-    with forward_ad.dual_level():
-        assert torch.equal(solve(X), attention(X, X, X, **options))  # no error: X has no tangent
-    f.grad(lambda q: (q * solve(X)).sum())(X)  # the transform treats solve(X) as a constant
-
-
-def test_gradcheck_and_gradgradcheck() -> None:
-    x = leaf(normal(1, 1, 3, 4).double())
-
-    def solve(q: Tensor) -> Tensor:
-        return attention(q, q, q, backend="reference")
-
-    assert torch.autograd.gradcheck(solve, x)
-    with pytest.raises(RuntimeError, match=SECOND):
-        torch.autograd.gradgradcheck(solve, x)
-    with pytest.raises(RuntimeError, match=FORWARD):
-        torch.autograd.gradcheck(solve, x, check_forward_ad=True)
-
-
-def test_a_modules_second_derivative_raises() -> None:
-    block, x = Block(16, heads=2).to(DEVICE), leaf(normal(1, 5, 16))
-    (dx,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=SECOND):
-        dx.norm().backward()
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)

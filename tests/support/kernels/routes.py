@@ -2,7 +2,7 @@
 
 from flashpoint_contract import spec
 from flashpoint_kernels import functional
-from flashpoint_kernels.operators import ops
+from flashpoint_kernels.operators import solving
 from flashpoint_kernels.triton_backend.host import route, schedule
 
 
@@ -10,6 +10,6 @@ def forget() -> None:
     """Empty every cache in which a call of attention looks up its route, plan or options."""
     for cached in (
         route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists, spec._plan,
-        spec._planned, spec._features, spec._level, ops._remembered, ops._options_of, functional._remembered,
+        spec._planned, spec._features, spec._level, solving._remembered, solving.options_of, functional._remembered,
     ):  # fmt: skip
         getattr(cached, "cache_clear")()  # noqa: B009
