@@ -76,6 +76,38 @@ def cpu_calls(result: Result) -> str:
     return beside + table(("pass", "N", "time / before, median", "most"), rows)
 
 
+@by_machine("cpu-beside", "torch")
+def cpu_beside(result: Result) -> str:
+    """Return torch's time / ours by call, and what each forward and decoding reaches of the processor's limit."""
+    limits = result["limits"]
+    fastest = (
+        f"a product of float32 {limits['float32'] / 1e9:.0f} GFLOP/s, "
+        f"of bfloat16 {limits['bfloat16'] / 1e9:.0f} GFLOP/s, a read {limits['read'] / 1e9:.1f} GB/s"
+    )
+    rows = []
+    for row in result["rows"]:
+        shape = f"({','.join(map(str, row['shape']))}){', causal' if row['causal'] else ''}"
+        ours, other = {
+            "short": ("us", "sdpa_us"), "waiting": ("operator_ms", "rest_ms")
+        }.get(row["kind"], ("ms", "other_ms"))  # fmt: skip
+        unit = " µs" if row["kind"] == "short" else " ms"
+        share = f"{row['share']:.2f}" if "share" in row else ""
+        rows.append((
+            row["kind"], row["dtype"], shape, number(row[ours]) + unit, number(row[other]) + unit,
+            f"{row[other] / row[ours]:.2f}" if row["kind"] == "short" else f"{row['times']:.2f}", share,
+        ))  # fmt: skip
+    head = (
+        "call",
+        "dtype",
+        "shape",
+        "ours",
+        "SDPA; FlexAttention; after a rest",
+        "its time / ours",
+        "share of the limit",
+    )
+    return f"; {fastest}:\n\n{targets(result)}\n{table(head, rows)}"
+
+
 @by_machine("one-row", "torch")
 def one_row(result: Result) -> str:
     """Return the number of rows of o whose bits differ between calls (`library_errors.py one-row`).

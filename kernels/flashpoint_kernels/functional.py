@@ -149,7 +149,7 @@ def attention(
         and block_table is None and k_scale is None and v_scale is None
         and (answers := plain.attention(q, k, v, options)) is not None
     ):  # fmt: skip
-        return answers if return_lse else answers[0]
+        return answers
     tensors = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,
         "sinks": sinks, "q_lengths": q_lengths, "kv_lengths": kv_lengths, "offset": offset,
@@ -231,13 +231,11 @@ def attention_backward(
 
 def _options(window: Sequence[int] | None, *given: Any) -> Options:
     """Return the checked options of a call, from a cache if possible: a check takes as long as a small forward."""
-    pair = window if type(window) in (tuple, list) else ()
-    assert pair is not None
-    given_plainly = len(pair) == 2 and _PYTHONS.issuperset(map(type, (*pair, *given)))
-    if given_plainly and not torch.compiler.is_compiling():
+    if (type(window) is tuple or type(window) is list) and not torch.compiler.is_compiling():
         try:
-            return _remembered(pair[0], pair[1], *given)
-        except TypeError:  # an unhashable value, such as a list
+            left, right = window
+            return _remembered(left, right, *given)
+        except (TypeError, ValueError):  # an unhashable value such as a list, or one that `_remembered` does not keep
             pass
     for name, value in zip(("window", *_OTHERS), (window, *given), strict=True):
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
@@ -247,6 +245,9 @@ def _options(window: Sequence[int] | None, *given: Any) -> Options:
 
 @lru_cache(1024, typed=True)  # typed: True must differ from 1
 def _remembered(left: int, right: int, *given: Any) -> Options:
+    """Return the options; raise TypeError, so that nothing is cached, for values that may change, such as tensors."""
+    if not _PYTHONS.issuperset(map(type, (left, right, *given))):
+        raise TypeError
     return _made((left, right), *given)
 
 

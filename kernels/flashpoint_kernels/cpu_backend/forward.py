@@ -24,11 +24,11 @@ from flashpoint_kernels.problems.problem import Problem, narrowed
 
 
 def attend_dense(
-    spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, threads: int
+    spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, threads: int
 ) -> Replay | None:
-    """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D); all sequences have the lengths of `row`.
+    """Write o and, unless it is None, lse (B,Hq,Sq) of q, k and v (B,H,S,D); all sequences have the lengths of `row`.
 
-    Return a call that does this for other q, k, v, o and lse with the same strides. Return None if tensors were copied,
+    Return a call that does this for other tensors with the same strides. Return None if tensors were copied,
     if several threads share a head, or if there are too many sequences.
     """
     given = (q, k, v)
@@ -40,9 +40,11 @@ def attend_dense(
     numbers[:, 0], numbers[:, 1] = k_address + k_step * each, v_address + v_step * each
     numbers[:, 2:4] = k_head, v_head
     spans = Spans(numbers, row.kv_len)
-    at = QuerySteps(steps(q, 1), steps(o, 1), steps(lse, 1))
-    one = rows_of(spec, row, q.data_ptr(), o.data_ptr(), lse.data_ptr(), at, spans.of_sequence(0), row.kv_len)
-    q_step, o_step, lse_step = (t.stride(0) * t.itemsize for t in (q, o, lse))
+    outputs = {"o": o} if lse is None else {"o": o, "lse": lse}
+    at = QuerySteps(steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1))
+    lse_address, lse_step = (0, 0) if lse is None else (lse.data_ptr(), lse.stride(0) * lse.itemsize)
+    one = rows_of(spec, row, q.data_ptr(), o.data_ptr(), lse_address, at, spans.of_sequence(0), row.kv_len)
+    q_step, o_step = (t.stride(0) * t.itemsize for t in (q, o))
     forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
         spec.options.softcap, k.stride(2) * size, v.stride(2) * size, held=[q, k, v, o, lse, spans],
@@ -64,7 +66,7 @@ def attend_dense(
     forward.call(shares, merged)()
     if merged or any(used is not t for used, t in zip((q, k, v), given, strict=True)):
         return None
-    addresses = {name: t.data_ptr() for name, t in zip(("q", "k", "v", "o", "lse"), (q, k, v, o, lse), strict=True)}
+    addresses = {name: t.data_ptr() for name, t in {"q": q, "k": k, "v": v, **outputs}.items()}
     return forward.replay(shares, spans, addresses)
 
 

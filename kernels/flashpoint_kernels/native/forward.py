@@ -237,8 +237,8 @@ class Forward:
     def replay(self, shares: Sequence[Sequence[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay | None:
         """Return a `Replay` of the shares for other q, k, v, o and lse; None if it would exceed `calls.LARGEST`.
 
-        `tensors` has the current addresses of these tensors. The replay takes the new addresses in the order of
-        `tensors`.
+        `tensors` has the current addresses of these tensors, without lse if the shares do not write it. The replay
+        takes the new addresses in the order of `tensors`.
         """
         number = {name: place for place, name in enumerate(tensors)}
         memory = [array("q", tasks) for tasks in shares]
@@ -249,7 +249,8 @@ class Forward:
         at = called.followed_by(-1, memory)
         tasks.of_itself(TASK.index("spans"), spans.of_sequence(0) - at)
         for member, name in (("own.q", "q"), ("o", "o"), ("lse", "lse")):
-            tasks.of_tensor(TASK.index(member), number[name], tensors[name])
+            if name in tensors:
+                tasks.of_tensor(TASK.index(member), number[name], tensors[name])
         for column, name in enumerate("kv"):
             keys.of_tensor(column, number[name], tensors[name])
         return calls.Replay(self._functions().forward, called, tasks, keys)

@@ -37,6 +37,7 @@ _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._fun
 _tracing = torch._C._is_tracing  # torch.jit.trace: sizes are then tensors, and the trace must record the operator
 
 
+_CONTIGUOUS = torch.contiguous_format
 _INPUTS = ("q", "k", "v", "do", "o", "lse")  # of the gradient; the first three are those of the forward
 _REPLAYS = 16  # maximum number of cached `Replay`s of a route, for different strides and numbers of threads
 
@@ -50,52 +51,63 @@ class Route:
     forward_spec: Spec
     backward_spec: Spec
     row: Row
-    # Key: (number of threads, strides of each tensor). Value: (library, `Replay` that calls this library, `extent` of
-    # each tensor).
+    # Key: (number of threads, whether lse is wanted, strides of each input). Value: (library, `Replay` that calls this
+    # library, `extent` of each input).
     _replays: dict[tuple[object, ...], tuple[native.Library, Replay, list[int]]] = field(default_factory=dict)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return o in the caller's layout and dtype, and lse (B,Hq,Sq)."""
-        shape = (*q.shape[:3], v.shape[3])
-        contiguous = q.is_contiguous()
-        o = q.new_empty(shape) if contiguous else empty_like(q, shape)
-        lse = torch.empty(self.forward_spec.lse_shape, dtype=torch.float32, device=q.device)
-        self._compute(self._forward, _INPUTS[:3], q, k, v, o, lse)
-        return o if contiguous else laid_like(o, q), lse
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Return o in the caller's layout and dtype, and lse (B,Hq,Sq), or None in its place."""
+        alike = q.is_contiguous() and self.forward_spec.value_dim == self.forward_spec.head_dim
+        o = torch.empty_like(q, memory_format=_CONTIGUOUS) if alike else empty_like(q, (*q.shape[:3], v.shape[3]))
+        lse = torch.empty(self.forward_spec.lse_shape, dtype=torch.float32, device=q.device) if with_lse else None
+        key = torch.get_num_threads(), with_lse, q.stride(), k.stride(), v.stride()
+        if (replay := self._repeated(key, (q, k, v))) is not None:
+            given = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
+            replay(*given) if lse is None else replay(*given, lse.data_ptr())
+        else:
+            self._compute(key, self._forward, (q, k, v), (o, lse))
+        return o if alike else laid_like(o, q), lse
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
         """Return dq, dk and dv, in the layout of q, k and v."""
-        gradients = [empty_like(t, t.shape) for t in (q, k, v)]
-        self._compute(self._backward, _INPUTS, q, k, v, do.resolve_neg(), o, lse, *gradients)
+        gradients = [
+            torch.empty_like(t, memory_format=_CONTIGUOUS) if t.is_contiguous() else empty_like(t, t.shape)
+            for t in (q, k, v)
+        ]
+        inputs = q, k, v, do.resolve_neg(), o, lse
+        key = torch.get_num_threads(), *[t.stride() for t in inputs]
+        if (replay := self._repeated(key, inputs)) is not None:
+            replay(*[t.data_ptr() for t in (*inputs, *gradients)])
+        else:
+            self._compute(key, self._backward, inputs, gradients)
         return [laid_like(gradient, t) for gradient, t in zip(gradients, (q, k, v), strict=True)]
 
-    def _compute(self, first: Callable[..., Replay | None], inputs: Sequence[str], *tensors: Tensor) -> None:
-        """Run the `Replay` cached for these strides; if there is none, run `first` and cache its `Replay`.
-
-        The first tensors are `inputs`, whose strides determine those of the outputs after them.
-        """
-        given = len(inputs)
-        addresses = [t.data_ptr() for t in tensors]
-        if min(addresses) < SUSPECT:
-            tensors = (*map(in_memory, inputs, tensors), *tensors[given:])
-            addresses = [t.data_ptr() for t in tensors]
-        threads, library = torch.get_num_threads(), native.library()
-        key = (threads, *[t.stride() for t in tensors[:given]])
+    def _repeated(self, key: tuple[object, ...], inputs: tuple[Tensor, ...]) -> Replay | None:
+        """Return the `Replay` that is cached for the key; None without one, or if `_compute` must check an input."""
         kept = self._replays.get(key)
-        if kept is not None and kept[0] is library:
-            for t, bytes_needed in zip(tensors, kept[2], strict=False):  # the outputs are not checked
-                if t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + bytes_needed:
-                    break  # `in_memory` refuses it
-            else:
-                kept[1](*addresses)
-                return
-        for name, t in zip(inputs, tensors, strict=False):
-            in_memory(name, t)
-        replay = first(threads, *[t.transpose(1, 2) if self.turned and t.ndim == 4 else t for t in tensors])
-        if replay is not None and library is not None and (key in self._replays or len(self._replays) < _REPLAYS):
-            self._replays[key] = library, replay, [extent(t) for t in tensors[:given]]
+        if kept is None or kept[0] is not native.library():
+            return None
+        for t, needed in zip(inputs, kept[2], strict=True):
+            if t.data_ptr() < SUSPECT or t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + needed:
+                return None
+        return kept[1]
 
-    def _forward(self, threads: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Replay | None:
+    def _compute(
+        self, key: tuple[object, ...], compute: Callable[..., Replay | None], inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor | None],
+    ) -> None:  # fmt: skip
+        """Check the inputs, compute the outputs, and cache the `Replay` of this computation for the key."""
+        checked = [in_memory(name, t) for name, t in zip(_INPUTS, inputs, strict=False)]
+        library, tensors = native.library(), (*checked, *outputs)
+        if self.turned:
+            tensors = tuple(t.transpose(1, 2) if t is not None and t.ndim == 4 else t for t in tensors)
+        replay = compute(key[0], *tensors)
+        if replay is None or library is None or any(t is not given for t, given in zip(checked, inputs, strict=True)):
+            return
+        if key in self._replays or len(self._replays) < _REPLAYS:
+            self._replays[key] = library, replay, [extent(t) for t in inputs]
+
+    def _forward(self, threads: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> Replay | None:
         return attend_dense(self.forward_spec, self.row, q, k, v, o, lse, threads)
 
     def _backward(self, threads: int, *tensors: Tensor) -> Replay | None:
@@ -103,8 +115,8 @@ class Route:
         return differentiate_dense(self.backward_spec, dict(zip(names, tensors, strict=True)), threads)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
-    """Return o and lse, or None if the call needs the general path."""
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Return o, or o and lse with `return_lse`; or None if the call needs the general path."""
     if (
         torch.compiler.is_compiling()
         or _dispatch_modes()
@@ -124,8 +136,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         o, lse = _Plain.apply(q, k, v, route)  # type: ignore[no-untyped-call]
-        return o, lse
-    return route.forward(q, k, v)
+    else:
+        o, lse = route.forward(q, k, v, options.return_lse)
+    return (o, lse) if options.return_lse else o
 
 
 @lru_cache(1024)  # a model repeats a few problems
@@ -160,8 +173,8 @@ class _Plain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-        o, lse = route.forward(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
+        o, lse = route.forward(q, k, v, with_lse=True)
         ctx.set_materialize_grads(False)
         ctx.route = route
         ctx.save_for_backward(q, k, v, o, lse)
