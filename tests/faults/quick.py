@@ -101,8 +101,9 @@ def main() -> int:
     if asked.draw:
         chosen = random.Random(asked.seed).sample(chosen, min(asked.draw, len(chosen)))
     print(f"{len(faults)} faults in the bank, {len(chosen)} drawn with seed {asked.seed}")
-    part, parts = map(int, asked.part.split("/"))
-    chosen = chosen[part::parts]
+    part, parts = map(int, asked.part.split("/"))  # faults of one variant stay together: its right cases run once
+    chosen = sorted(chosen, key=lambda fault: variants(fault["file"]))
+    chosen = chosen[len(chosen) * part // parts : len(chosen) * (part + 1) // parts]
     rows, right_ones = [], set()
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder))

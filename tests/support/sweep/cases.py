@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -58,16 +58,25 @@ def edges(blocks: Sequence[int], longest: int) -> list[int]:
 
 def cases(
     count: int, q_lens: Sequence[int], kv_lens: Sequence[int], *, dims: Sequence[int] = (8, 16, 24, 40, 64),
-    types: Sequence[str] = TYPES, of_forward: bool = True, seed: int = 0,
+    types: Sequence[str] = TYPES, of_forward: bool = True, not_finite: bool = False, seed: int = 0,
 ) -> Iterator[Case]:  # fmt: skip
     """Yield `count` cases. Three kinds take turns, so that each has its share in any run.
 
     - Many queries and keys with a window and at most one more feature: its edge has each residue of a block in turn.
     - Each feature in turn, alone or with one more.
     - Any features together, also those that have no gradient.
+
+    With `not_finite`, each eighth case has NaN or infinity in a row of a tensor, for kernels that keep them from the
+    rows that do not see them.
     """
     for number in range(count):
-        yield _case(Random(f"{seed} {number}"), *divmod(number, 3), q_lens, kv_lens, dims, types, of_forward)
+        random = Random(f"{seed} {number}")
+        case = _case(random, *divmod(number, 3), q_lens, kv_lens, dims, types, of_forward)
+        if not_finite and number % 8 == 0 and "eight_bits" not in case.features:
+            name = random.choice(("v", "v", "k", "q", "do"))
+            value = random.choice((torch.nan, torch.inf, -torch.inf)) if name in ("v", "do") else torch.nan
+            case = replace(case, features=case.features | {"not_finite"}, more=case.more | {"not_finite": (name, value)})
+        yield case
 
 
 def _case(
@@ -171,6 +180,9 @@ def tensors_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
             dtype=dtype, seed=case.seed)  # fmt: skip
     if "sharp" in features:
         t["q"] *= 4
+    if "not_finite" in features:
+        name, number = more["not_finite"]
+        t[name][0, :, case.seed % t[name].shape[2]] = number
     if not backward:
         del t["do"]
     lengths = {name: more.get(f"{name}_lengths") for name in ("q", "kv")}

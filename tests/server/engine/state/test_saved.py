@@ -18,7 +18,8 @@ from flashpoint_server.ipc.messages import MOST_LISTED
 from flashpoint_server.refusal import Refusal
 
 LIMIT, QUOTA, TTL = 20_000, 9_000, 100.0
-OWNERS = ("alice", "bob")  # bob has a quota
+MOST, MOST_OF_BOB = 7, 4  # items
+OWNERS = ("alice", "bob")  # bob has limits of his own
 SHAPE = CacheShape((1,), (4,), (4,), "float32")
 
 
@@ -43,131 +44,166 @@ def code(call, *given):
     return None
 
 
+class Item:
+    """What the model knows of a saved forward or a cache: `word` as in `Owned`; `ran` once it has its tensors."""
+
+    def __init__(self, word, owner, size, until, saved=None):
+        self.word, self.owner, self.size, self.until, self.saved = word, owner, size, until, saved
+        self.ran, self.users, self.disowned = saved is None, int(saved is not None), False
+
+
 class Holding(RuleBasedStateMachine):
-    """Random operations on saved forwards and caches with one memory limit, compared with a model."""
+    """Random operations on saved forwards and caches with limits in common, compared with a model.
+
+    Calls use items at the same time as others delete them, as their keys are removed, and beyond their time to live.
+    """
 
     def __init__(self):
         super().__init__()
         self.clock = Clock()
-        self.ledger = Ledger(LIMIT, self.clock)
+        self.ledger = Ledger(LIMIT, self.clock, MOST)
         self.saved, self.caches = SavedStore(self.ledger, TTL), CacheStore(self.ledger, TTL)
-        self.running, self.there, self.cached, self.gone, self.lost = {}, {}, {}, {}, {}
+        self.there, self.gone, self.lost = {}, {}, {}
+        self.uses = []  # the serials of each call that runs
 
     def owned(self, owner):
-        entries = [*self.running.values(), *self.there.values(), *self.cached.values()]
-        return sum(size for name, size, *_ in entries if name == owner)
+        return [item for item in self.there.values() if item.owner == owner]
+
+    def bytes(self, owner):
+        return sum(item.size for item in self.owned(owner))
 
     def expected(self, owner, size):
+        if owner == "bob" and len(self.owned(owner)) >= MOST_OF_BOB:
+            return "key_limit"
+        if len(self.there) >= MOST:
+            return "cache_memory"
         if size > LIMIT:
             return "work_too_large"
-        if owner == "bob" and self.owned(owner) + size > QUOTA:
+        if owner == "bob" and self.bytes(owner) + size > QUOTA:
             return "key_limit"
-        if sum(map(self.owned, OWNERS)) + size > LIMIT:
+        if sum(map(self.bytes, OWNERS)) + size > LIMIT:
             return "cache_memory"
         return None
 
     @rule(owner=st.sampled_from(OWNERS), size=st.integers(1000, 8000) | st.just(LIMIT + 1))
     def reserve(self, owner, size):
-        self.expire()
-        request = Save(owner, QUOTA if owner == "bob" else None, size, b"head")
+        limits = (QUOTA, MOST_OF_BOB) if owner == "bob" else (None, None)
+        request = Save(owner, limits[0], size, b"head", limits[1])
         if expected := self.expected(owner, size):
             assert code(self.saved.reserve, request) == expected
             return
         saved = self.saved.reserve(request)
-        self.running[saved.serial] = owner, size, saved
+        self.there[saved.serial] = Item("saved", owner, size, self.clock.now + TTL, saved)
 
     @rule(data=st.data(), works=st.booleans())
     def end(self, data, works):
-        if not self.running:
+        running = [serial for serial, item in self.there.items() if not item.ran]
+        if not running:
             return
-        serial = data.draw(st.sampled_from([*self.running]))
-        owner, size, saved = self.running.pop(serial)
+        serial = data.draw(st.sampled_from(running))
+        item = self.there[serial]
         if works:
-            self.saved.keep(saved, {"q": torch.tensor([serial])})
-            self.there[serial] = owner, size, self.clock.now + TTL
+            self.saved.keep(item.saved, {"q": torch.tensor([serial])})
+            item.ran = True
+            self.left(serial, used=True)
         else:
             self.saved.drop(serial)
-            self.gone[serial] = owner
+            self.gone[serial] = self.there.pop(serial).owner
 
     @rule(owner=st.sampled_from(OWNERS))
     def make_a_cache(self, owner):
-        self.expire()
         size = base_bytes(1)
-        terms = Terms(owner, QUOTA if owner == "bob" else None)
+        terms = Terms(owner, QUOTA, most=MOST_OF_BOB) if owner == "bob" else Terms(owner)
         made = (terms, SHAPE, 1, None, [None], None)
         if expected := self.expected(owner, size):
             assert code(self.caches.create, *made) == expected
             return
-        self.cached[self.caches.create(*made)[0].serial] = owner, size, self.clock.now + TTL
+        self.there[self.caches.create(*made)[0].serial] = Item("cache", owner, size, self.clock.now + TTL)
+
+    @rule(data=st.data())
+    def begin_a_call(self, data):
+        """A call uses one or two items, of any owner: whether it may is checked when it runs."""
+        serials = [*{self.any(data), self.any(data)}]
+        self.ledger.enter(serials)
+        self.uses.append([serial for serial in serials if serial in self.there])
+        for serial in self.uses[-1]:
+            self.there[serial].users += 1
+
+    @rule(data=st.data(), used=st.booleans())
+    def end_a_call(self, data, used):
+        if self.uses:
+            serials = self.uses.pop(data.draw(st.integers(0, len(self.uses) - 1)))
+            self.ledger.leave(serials, used=used)
+            for serial in serials:
+                if serial in self.there:
+                    self.left(serial, used)
+            self.wait(1.5)
+
+    def left(self, serial, used):
+        item = self.there[serial]
+        item.users -= 1
+        item.until = self.clock.now + TTL if used else item.until
+        if item.disowned and not item.users:
+            self.lost[serial] = self.there.pop(serial).owner
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
-    def use(self, data, owner):
-        self.expire()
+    def read(self, data, owner):
         serial = self.any(data)
-        self.ledger.enter([serial])
         expected = self.code(owner, serial)
         assert code(self.saved.tensors, owner, serial) == expected
-        self.ledger.leave([serial], used=True)
-        for entries in (self.there, self.cached):
-            if serial in entries:
-                entries[serial] = (*entries[serial][:2], self.clock.now + TTL)
-        if expected is None:
+        if expected is None and self.there[serial].ran:
             assert self.saved.tensors(owner, serial)["q"].item() == serial
-            assert self.saved.execute(ask("look", owner, [serial]))[0].expires_in == TTL
+            (record,) = self.saved.execute(ask("look", owner, [serial]))
+            item = self.there[serial]
+            assert (record.nbytes, record.expires_in) == (item.size, max(0.0, item.until - self.clock.now))
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def delete(self, data, owner):
-        self.expire()
         serial = self.any(data)
+        if serial in self.there and not self.there[serial].ran:
+            return  # its id is not known before it has run
         expected = self.code(owner, serial)
         assert code(self.saved.execute, ask("delete", owner, [serial])) == expected
         if expected is None:
-            del self.there[serial]
-            self.gone[serial] = owner
+            self.gone[serial] = self.there.pop(serial).owner
 
     @rule(seconds=st.sampled_from([1.5, 60.0, 120.0]))
     def wait(self, seconds):
         self.clock.now += seconds
         self.ledger.sweep()
-        self.expire()
+        for serial, item in [*self.there.items()]:
+            if not item.users and self.clock.now >= item.until:
+                self.lost[serial] = self.there.pop(serial).owner
 
     @rule(owner=st.sampled_from(OWNERS))
     def remove_a_key(self, owner):
-        self.expire()
+        """Items in use are freed when their last call ends."""
         self.ledger.keep_owners({*OWNERS} - {owner})
-        for entries in (self.there, self.cached):
-            for serial in [one for one, (name, *_) in entries.items() if name == owner]:
-                del entries[serial]
-                self.lost[serial] = owner
-        for serial in [one for one, (name, *_) in self.running.items() if name == owner]:
-            self.saved.keep(self.running.pop(serial)[2], {"q": torch.zeros(1)})  # the forward ends, and is freed then
-            self.lost[serial] = owner
+        for serial, item in [*self.there.items()]:
+            if item.owner == owner:
+                item.disowned = True
+                if not item.users:
+                    self.lost[serial] = self.there.pop(serial).owner
 
     def any(self, data):
-        return data.draw(st.sampled_from([*self.there, *self.cached, *self.gone, *self.lost, 10_000]))
+        return data.draw(st.sampled_from([*self.there, *self.gone, *self.lost, 10_000]))
 
     def code(self, owner, serial):
-        if serial in self.there and self.there[serial][0] == owner:
+        item = self.there.get(serial)
+        if item is not None and (item.word, item.owner) == ("saved", owner):
             return None
         return "saved_lost" if self.lost.get(serial) == owner else "saved_not_found"
 
-    def expire(self):
-        for entries in (self.there, self.cached):
-            for serial in [one for one, (*_, until) in entries.items() if self.clock.now >= until]:
-                self.lost[serial] = entries.pop(serial)[0]
-
     @invariant()
     def what_is_counted_is_what_is_held(self):
-        self.ledger._swept = 0.0
-        self.ledger.sweep()
-        self.expire()
-        assert self.ledger.used == sum(map(self.owned, OWNERS)) <= LIMIT
-        assert [self.ledger.owned(owner) for owner in OWNERS] == [self.owned(owner) for owner in OWNERS]
-        sizes = [size for _, size, *_ in (*self.running.values(), *self.there.values())]
+        assert self.ledger.used == sum(map(self.bytes, OWNERS)) <= LIMIT
+        assert [self.ledger.owned(owner) for owner in OWNERS] == [self.bytes(owner) for owner in OWNERS]
+        sizes = [item.size for item in self.there.values() if item.word == "saved"]
         assert self.ledger.usage(SavedForward) == (len(sizes), sum(sizes))
         for owner in OWNERS:
             listed = [one.serial for one in self.saved.execute(ask("list", owner, after=0))]
-            assert listed == [one for one, (name, *_) in sorted(self.there.items()) if name == owner]
+            assert listed == [n for n, item in sorted(self.there.items())
+                              if (item.word, item.owner, item.ran) == ("saved", owner, True)]  # fmt: skip
 
 
 TestHolding = Holding.TestCase

@@ -1,0 +1,103 @@
+"""Each route needs its right, costs a request of the key's limit, and is counted by route, status, reason and key."""
+
+import hashlib
+import re
+from collections import Counter
+
+import pytest
+
+from flashpoint_server.config.key_file import RIGHTS
+from tests.support.messages import ask, post
+
+# The right of the routes whose paths begin so (docs/security.md); the longest beginning counts. Others need none.
+NEEDED = {
+    "/attention": "attention", "/caches": "attention", "/saved": "attention",
+    "/verify": "verify", "/benchmark": "benchmark", "/info": "info", "/metrics": "metrics",
+    "/v2": "info", "/v2/health": None, "/v2/models/stats": "metrics",
+    "/v2/systemsharedmemory": "admin", "/v2/cudasharedmemory": "admin",
+}  # fmt: skip
+OF_A_MODEL = {"infer": "attention", "stats": "metrics", "ready": None}  # the last part of a path below /v2/models
+KEYS = [*(f"only-{right}" for right in RIGHTS), "poor"]  # `poor` has all rights, and one request in a day
+HIDDEN = (
+    "/v2/models/{name}/versions/{version}", "/v2/models/{name}/versions/{version}/config",
+    "/v2/models/{name}/versions/{version}/stats", "/v2/models/{name}/versions/{version}/ready",
+    "/v2/cudasharedmemory/status",
+)  # fmt: skip
+
+
+def needed(path):
+    if path.startswith("/v2/models/") and (last := path.rpartition("/")[2]) in OF_A_MODEL:
+        return OF_A_MODEL[last]
+    return NEEDED.get(max((start for start in NEEDED if (path + "/").startswith(start + "/")), key=len, default=""))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory, start_server):
+    """Yield a server with a key for each right."""
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    lines = []
+    for name in (*KEYS, "all"):
+        rights = [name.removeprefix("only-")] if name.startswith("only-") else list(RIGHTS)
+        lines += [f"[{name}]", f'sha256 = "{hashlib.sha256(f"key of {name}".encode()).hexdigest()}"', f"rights = {rights}"]
+        lines += ["requests_per_second = 1e-5"] if name == "poor" else []
+    file.write_text("\n".join(lines))
+    return start_server(api_keys_file=file, shared_memory_bytes=1 << 20)
+
+
+def bearer(name):
+    return {} if name is None else {"authorization": f"Bearer key of {name}"}
+
+
+def routes(server):
+    """Return (method, path) of each route."""
+    paths = ask(server, "/openapi.json").json["paths"]
+    listed = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    return [*listed, *(("GET", path) for path in HIDDEN)]
+
+
+def call(server, method, path, key):
+    path = path.replace("{name}", "attention").replace("{version}", "1")
+    path = re.sub(r"\{\w+\}", "unknown", path)
+    if method == "POST":
+        return post(server, path, b"{}", "application/json", **bearer(key))
+    return ask(server, path, method, **bearer(key))
+
+
+def counted(server):
+    """Return the samples of /metrics that count requests, by the values of their labels in alphabetical order."""
+    text = ask(server, "/metrics", **bearer("all")).body.decode()
+    samples = re.findall(r"^flashpoint_(?:key_)?requests_total\{(.*)\} (\S+)$", text, re.MULTILINE)
+    return Counter({tuple(re.findall(r'"(.*?)"', labels)): int(float(value)) for labels, value in samples})
+
+
+def test_each_route_needs_its_right_and_is_counted(guarded):
+    every = routes(guarded)
+    assert {needed(path) for _, path in every} == {*RIGHTS, None}
+    assert call(guarded, "GET", "/info", "poor").status == 200  # the only request of its day
+    before, by_key, by_route, called = counted(guarded), Counter(), Counter(), Counter()
+    for method, path in every:
+        right, route = needed(path), re.sub(r"\{\w+\}", "*", path)
+        for key in (None, *KEYS):
+            answer = call(guarded, method, path, key)
+            expected = None
+            if right is not None:
+                expected = {None: 401, "poor": 429, f"only-{right}": None}.get(key, 403)
+            refused = answer.status if answer.status in (401, 403, 429) else None
+            assert refused == expected, f"{method} {path} with the key {key} is {answer.status}; its right is {right}"
+            called[answer.status] += 1
+            by_route[route, answer.status] += 1
+            if expected in (403, 429):
+                by_key[key, {403: "forbidden", 429: "key_limit"}[expected]] += 1
+    new = counted(guarded) - before
+    assert {labels: count for labels, count in new.items() if len(labels) == 2 and labels[1] != "ok"}.items() >= by_key.items()
+    of_status, of_route = Counter(), Counter()
+    for (_, route, status), count in ((labels, count) for labels, count in new.items() if len(labels) == 3):
+        of_status[int(status)] += count
+        of_route[route, int(status)] += count
+    of_status[200] -= 1  # the request for `before`
+    assert of_status == called
+    named = {route for route, _ in of_route} - {"other"}
+    assert named >= {"/attention", "/caches/*/append", "/saved/*", "/verify", "/v2/models/attention/infer"}
+    assert {key: count for key, count in of_route.items() if key[0] in named} == {
+        key: count for key, count in by_route.items() if key[0] in named
+    }
