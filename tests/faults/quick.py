@@ -54,6 +54,7 @@ def run(variant: str, native: Path) -> None:
     from tests.support.sweep import guards
 
     if variant in guards.SMALL:
+        guards.FLAGS = tuple(flag for flag in guards.FLAGS if flag != "-Werror")  # a warning finds no fault
         path = guards.library(variant, flags=(), folder=native)
         longest = 200 if variant == "amx" else 150
         level.sweep_level(path, variant, test_sweep.CASES, longest, guards.SMALL[variant], test_sweep.SEED)
@@ -118,6 +119,9 @@ def main() -> int:
                 path.write_text(right.replace(fault["old"], fault["new"]))
                 says = found(tree, variant)
                 path.write_text(right)
+                if says.startswith("RuntimeError: gcc"):
+                    print(f"{fault['id']} does not compile: {says}")
+                    return 2
                 if says:
                     by = variant
                     break

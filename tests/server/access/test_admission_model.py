@@ -1,6 +1,7 @@
 """Admission and the limits of API keys agree with a model: a refused or ended request leaves no count and no charge."""
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from hypothesis import settings
@@ -65,20 +66,18 @@ class Admitting(RuleBasedStateMachine):
 
     def agrees(self, expected, call, *arguments):
         """Call a function, and assert that it raises a Refusal with the expected code, or none."""
-        try:
-            result = call(*arguments)
-        except Refusal as refusal:
-            assert refusal.code == expected
-            return None
-        assert expected is None
-        return result
+        if expected is None:
+            return call(*arguments)
+        with pytest.raises(Refusal) as caught:
+            call(*arguments)
+        assert caught.value.code == expected
+        return None
 
     @rule(process=st.sampled_from(PROCESSES), key=st.sampled_from(KEYS), nbytes=st.sampled_from([0, 4, 30, 100]))
     def enter(self, process, key, nbytes):
         expected = None
-        if len(self.inside) >= QUEUE["queue_limit"]:
-            expected = "queue_full"
-        elif self.inside and self.total("nbytes") + nbytes > QUEUE["queue_bytes"]:
+        full = self.inside and self.total("nbytes") + nbytes > QUEUE["queue_bytes"]
+        if full or len(self.inside) >= QUEUE["queue_limit"]:
             expected = "queue_full"
         elif key and (sum(bool(one.key) for one in self.inside) >= CONCURRENT or self.empty("bytes")):
             expected = "key_limit"
@@ -95,10 +94,9 @@ class Admitting(RuleBasedStateMachine):
     def charge(self, data, price):
         if (one := self.some(data)) is None or one.permit.price is not FREE:
             return
-        alone, expected = len(self.inside) == 1, None
-        if not alone and self.total("flops") + price.flops > QUEUE["queue_flops"]:
-            expected = "queue_full"
-        elif not alone and self.total("seconds") + price.seconds > QUEUE["queue_seconds"]:
+        expected = None
+        full = (self.total(what) + getattr(price, what) > QUEUE[f"queue_{what}"] for what in ("flops", "seconds"))
+        if len(self.inside) > 1 and any(full):
             expected = "queue_full"
         elif one.key and (self.empty("flops") or self.empty("seconds")):
             expected = "key_limit"
@@ -168,8 +166,8 @@ class Admitting(RuleBasedStateMachine):
     @invariant()
     def keys_pay_what_they_used(self):
         for what, full in self.full.items():
-            assert max(self.spent[0].numbers[limits._PLACES[what]], self.now) == max(full, self.now)
+            assert max(self.spent[0].numbers[get_args(limits.What).index(what)], self.now) == max(full, self.now)
 
 
 TestAdmitting = Admitting.TestCase
-TestAdmitting.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAdmitting.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -27,6 +27,8 @@ SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))  
 OF_WINDOWS = ("", "", "", "mask", "mask", "blocks", "dropout", "slopes", "sinks", "dlse", "kv_lengths", "given")
 SIDES = ("left", "window", "left", "right", "left")  # of the window of every third case
 WIDE_DIMS = (257, 320, 512, 576)  # head dimensions above 256: gradients and forward have them up to 576
+NOT_HUGE = {"slopes", "own_slopes", "mask", "eight_bits"}  # a huge score absorbs what is added to it
+HUGE, TAME = 2.0**65, 4.0  # sizes of the elements of q and k in a huge case, and in one with nearly the same softmax
 RESIDUES = 32  # the least block of keys; each residue occurs in RESIDUES windows one after another
 GRADIENTS = ("dq", "dk", "dv", "dattn_mask", "dsinks")
 
@@ -58,7 +60,7 @@ def edges(blocks: Sequence[int], longest: int) -> list[int]:
 
 def cases(
     count: int, q_lens: Sequence[int], kv_lens: Sequence[int], *, dims: Sequence[int] = (8, 16, 24, 40, 64),
-    types: Sequence[str] = TYPES, of_forward: bool = True, not_finite: bool = False, seed: int = 0,
+    types: Sequence[str] = TYPES, of_forward: bool = True, extremes: bool = False, seed: int = 0,
 ) -> Iterator[Case]:  # fmt: skip
     """Yield `count` cases. Three kinds take turns, so that each has its share in any run.
 
@@ -66,16 +68,20 @@ def cases(
     - Each feature in turn, alone or with one more.
     - Any features together, also those that have no gradient.
 
-    With `not_finite`, each eighth case has NaN or infinity in a row of a tensor, for kernels that keep them from the
-    rows that do not see them.
+    With `extremes`, an eighth of the cases has NaN or infinity in a row of a tensor, and another eighth products of q
+    and k beyond float32's range: for kernels that keep NaN from rows that do not see it, and clamp products.
     """
     for number in range(count):
         random = Random(f"{seed} {number}")
         case = _case(random, *divmod(number, 3), q_lens, kv_lens, dims, types, of_forward)
-        if not_finite and number % 8 == 0 and "eight_bits" not in case.features:
+        if extremes and number % 8 == 0 and "eight_bits" not in case.features:
             name = random.choice(("v", "v", "k", "q", "do"))
             value = random.choice((torch.nan, torch.inf, -torch.inf)) if name in ("v", "do") else torch.nan
-            case = replace(case, features=case.features | {"not_finite"}, more=case.more | {"not_finite": (name, value)})
+            case = replace(
+                case, features=case.features | {"not_finite"}, more=case.more | {"not_finite": (name, value)}
+            )
+        if extremes and number % 8 == 4 and case.dtype != "float16" and not case.features & NOT_HUGE:
+            case = replace(case, features=case.features | {"huge"})
         yield case
 
 
@@ -101,7 +107,7 @@ def _case(
             chosen.add(one_of(OF_FORWARD))
         common = of_forward and one_of(range(4)) == 0  # few queries of sequences that begin with the same pages
     if common:
-        q_len, kv_len = one_of((1, 1, 2, 3)), one_of(kv_lens[len(kv_lens) // 2 :])
+        q_len, kv_len = one_of((1, 1, 2, 3)), one_of(kv_lens[-len(kv_lens) // 4 :])
         chosen = {"pages", *chosen.intersection(OF_COMMON)}
     if kind != 2 and chosen & NOT_PACKED and layout == "thd":
         layout = "bshd"
@@ -113,7 +119,7 @@ def _case(
     ):  # fmt: skip
         if first in chosen:
             chosen.discard(second)
-    batch = 5 if common else one_of((1, 1, 2, 3, 5))
+    batch = 4 if common else one_of((1, 1, 2, 3, 5))
     dim = one_of(dims)
     shifts = range(-q_len - 2, kv_len + 3)
     options: dict[str, Any] = {"layout": layout}
@@ -143,7 +149,8 @@ def _case(
         options["window"] = (before if left else -1, after if right else -1)
     for name, length in (("q", q_len), ("kv", kv_len)):
         if layout == "thd" or f"{name}_lengths" in chosen or ("pages" in chosen and name == "kv"):
-            more[f"{name}_lengths"] = [length, *(one_of(range(length + 1)) for _ in range(batch - 1))]
+            least = (1 if name == "q" else 2 * length // 3) if common else 0  # the prefix has whole chunks
+            more[f"{name}_lengths"] = [length, *(one_of(range(least, length + 1)) for _ in range(batch - 1))]
     if "bool_mask" in chosen or "mask" in chosen:
         more["mask_shape"] = one_of((SHAPES[-1], one_of(SHAPES)))
         more["mask_type"] = one_of(("own", "float32", "float64"))
@@ -180,6 +187,11 @@ def tensors_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
             dtype=dtype, seed=case.seed)  # fmt: skip
     if "sharp" in features:
         t["q"] *= 4
+    if features & {"huge", "tame"}:  # rows of one number: every score is one of two, far apart
+        for name in "qk":
+            t[name] = torch.where(t[name][..., :1] < 0, -1.0, 1.0).to(dtype).expand_as(t[name]) * (
+                HUGE if "huge" in features else TAME
+            )
     if "not_finite" in features:
         name, number = more["not_finite"]
         t[name][0, :, case.seed % t[name].shape[2]] = number

@@ -179,7 +179,7 @@ def use(path: Path, level: str, blocks: Blocks) -> None:
     cuts: dict[Any, dict[str, int]] = {
         rows: {"CHUNK": blocks.chunk, "TILE": blocks.tile, "_STEP": blocks.step},
         prefix: {"CHUNK": blocks.chunk, "TILE": blocks.tile},
-        forward: {"CHUNK": blocks.chunk, "TILE": blocks.tile, "TOGETHER": 3, "_LEAST_BYTES": 1, "_LEAST_FLOPS": 1},
+        forward: {"CHUNK": blocks.chunk, "TILE": blocks.tile, "TOGETHER": 5, "_LEAST_BYTES": 1, "_LEAST_FLOPS": 1},
         backward: {"QUERIES": blocks.queries, "_ROWS": blocks.part, "_PARTS": 3, "_LEAST_FLOPS": 1},
     }
     for module, values in cuts.items():
