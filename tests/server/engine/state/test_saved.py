@@ -45,7 +45,7 @@ def code(call, *given):
 
 
 class Item:
-    """What the model knows of a saved forward or a cache: `word` as in `Owned`; `ran` once it has its tensors."""
+    """The model of a saved forward or a cache: `word` as in `Owned`; `ran` once it has its tensors."""
 
     def __init__(self, word, owner, size, until, saved=None):
         self.word, self.owner, self.size, self.until, self.saved = word, owner, size, until, saved
