@@ -1,7 +1,9 @@
 """Put faults in, one at a time, and see which tests find them: `python -m tests.faults --draw 40 --seed 1`.
 
-`bank/*.toml` has the faults: `file`, its text `old`, which occurs once, the text `new` that replaces it, and `seen`,
-what a user would see. `areas.toml` has the tests of each file. A fault is put into a copy of the tree; the copy's
+`bank/*.toml` has the faults of the kernels, and `service/faults.toml` those of the server, the client, the contract and
+the library: `file`, its text `old`, which occurs once, the text `new` that replaces it, and `seen`, what a user would
+see. `service/harmless.toml` has edits that change nothing: the same tests must stay green. A fault meets the tests of
+its module's path first, then those that `areas.toml` has for its file. A fault is put into a copy of the tree; the copy's
 tests run there, step by step, until one fails. The kernels in C are compiled again where a fault is in their sources.
 """
 
@@ -21,17 +23,25 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT = 900  # seconds of a step
+BANKS = {"kernels": "bank/*.toml", "service": "service/faults.toml", "harmless": "service/harmless.toml"}
 
 
-def bank() -> list[dict]:
-    """Return all faults, in the order of their ids."""
-    found = [fault for file in (HERE / "bank").glob("*.toml") for fault in tomllib.loads(file.read_text())["fault"]]
+def bank(files: str = "bank/*.toml") -> list[dict]:
+    """Return all faults of some files, in the order of their ids."""
+    found = [fault for file in HERE.glob(files) for fault in tomllib.loads(file.read_text())["fault"]]
     return sorted(found, key=lambda fault: fault["id"])
 
 
 def steps_of(file: str) -> list[list[str]]:
+    """Return the steps of a file: the tests at its module's path, and those of its area."""
     areas = tomllib.loads((HERE / "areas.toml").read_text())["area"]
-    return next((area["steps"] for area in areas if file.startswith(tuple(area["files"]))), [])
+    steps = next((area["steps"] for area in areas if file.startswith(tuple(area["files"]))), [])
+    package, _, *folders, name = Path(file).parts
+    if package == "kernels" and folders:
+        return steps  # the sweep comes first
+    near = (ROOT / "tests" / package / Path(*folders)).glob(f"test_{Path(name).stem.strip('_')}*.py")
+    own = sorted(str(path.relative_to(ROOT)) for path in near)
+    return [own, *steps] if own else steps
 
 
 def mistakes(faults: list[dict]) -> list[str]:
@@ -122,10 +132,11 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", help="k/n: the k-th of n parts of the draw, to run beside the others")
     parser.add_argument("--only", default="", help="a regular expression that the ids must match")
     parser.add_argument("--sweep-only", action="store_true", help="run the first step of each fault alone")
+    parser.add_argument("--bank", choices=[*BANKS], default="kernels", help="whose faults")
     parser.add_argument("--check", action="store_true", help="check that the bank fits the sources, and run nothing")
     parser.add_argument("--json", type=Path, help="write the table to this file, after each fault")
     asked = parser.parse_args()
-    faults = bank()
+    faults = bank(BANKS[asked.bank])
     if wrong := mistakes(faults):
         print("\n".join(wrong))
         return 2
