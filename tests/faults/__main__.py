@@ -3,8 +3,9 @@
 `bank/*.toml` has the faults of the kernels, and `service/faults.toml` those of the server, the client, the contract and
 the library: `file`, its text `old`, which occurs once, the text `new` that replaces it, and `seen`, what a user would
 see. `service/harmless.toml` has edits that change nothing: the same tests must stay green. A fault meets the tests of
-its module's path first, then those that `areas.toml` has for its file. A fault is put into a copy of the tree; the copy's
-tests run there, step by step, until one fails. The kernels in C are compiled again where a fault is in their sources.
+its module's path first, then those that `areas.toml` has for its file. A fault is put into a copy of the tree; the
+copy's tests run there, step by step, until one fails. The kernels in C are compiled again where a fault is in their
+sources.
 """
 
 import argparse
