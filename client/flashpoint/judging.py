@@ -28,7 +28,7 @@ def registered() -> Callable[..., Report]:
 def judge_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the fields of a VerifyRequest to arguments of the judge. Raises InvalidInputError."""
     given = dict(keywords)
-    arguments: dict[str, Any] = {"seed": given.pop("seed", 0)}
+    arguments: dict[str, Any] = {"seed": given.pop("seed")} if "seed" in given else {}
     only: dict[str, Any] = {}
     shape = given.pop("shape", None)
     if shape is not None:

@@ -143,23 +143,25 @@ class Report:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the report as text: what was judged, causes, the smallest failing case, and what was not judged."""
-        lines = [
-            f"{self.function} · {self.layout} · {self.device} · {self.cases} cases judged · "
-            f"{self.seconds:.1f} s, {self.kernel_seconds:.1f} s of them in the function",
-            f"judged: {', '.join(self.outputs)} in {', '.join(self.dtypes)}" if self.outputs else "nothing was judged",
-        ]
-        if self.outputs and not self.gradients:
-            lines[-1] += "; forward only: autograd finds no gradient on o"
-            lines.append("hint: call your backward from a torch.autograd.Function")
-        for cause in self.causes:
-            how = "confirmed" if cause.confirmed else "probable"
-            lines.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} of {self.failed} failing cases]")
+        """Return the report as text: verdict, cause, smallest failing case, the rest, and once more the verdict."""
+        verdict = f"{'PASS' if self.ok else 'FAIL'}: {self._conclusion()}"
+        lines = [verdict, *map(self._cause, self.causes[:1])]
+        if self.smallest is not None:
+            lines += _failure_lines(self.smallest, "smallest failing case")
+        for number, cause in enumerate(self.causes):
+            lines += [self._cause(cause)] if number else []
             lines.append(f"  hint: {cause.advice}")
         if sum(cause.explains for cause in self.causes) > self.failed:
             lines.append("a failing case can have several causes")
-        if self.smallest is not None:
-            lines += _failure_lines(self.smallest, "smallest failing case")
+        lines.append(
+            f"{self.function} · {self.layout} · {self.device} · {self.cases} cases judged · "
+            f"{self.seconds:.1f} s, {self.kernel_seconds:.1f} s of them in the function"
+        )
+        judged = f"judged: {', '.join(self.outputs)} in {', '.join(self.dtypes)}; drawn from --seed {self.seed}"
+        lines.append(judged if self.outputs else "nothing was judged")
+        if self.outputs and not self.gradients:
+            lines[-1] += "; forward only: autograd finds no gradient on o"
+            lines.append("hint: call your backward from a torch.autograd.Function")
         shown = {self.smallest.relation} if self.smallest is not None else set()
         for failure in self.failures:
             if failure.relation not in shown:
@@ -192,8 +194,16 @@ class Report:
             lines.append(f"repeat it: {self.command}")
         if self.smallest is not None and self.saved is None:
             lines.append("its inputs and answers: add --save case.safetensors")
-        lines.append(f"{'PASS' if self.ok else 'FAIL'}: {self._conclusion()}")
-        return lines
+        if self.ok:
+            lines.append(
+                f"not excluded: a function that counts more than {self.calls} calls, reads the clock for more than "
+                f"{self.seconds:.0f} s, or looks into /proc or its sockets; this is no sandbox"
+            )
+        return [*lines, verdict]
+
+    def _cause(self, cause: Cause) -> str:
+        how = "confirmed" if cause.confirmed else "probable"
+        return f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} of {self.failed} failing cases]"
 
     def _conclusion(self) -> str:
         """Return the verdict as text, with the required properties that do not hold, and the properties `layout` and

@@ -55,7 +55,7 @@ def interrupts(q: Tensor, k: Tensor, v: Tensor) -> Any:
     raise KeyboardInterrupt
 
 
-@rude("wrong", "memory")
+@rude("wrong", "killed")
 def kills_its_group(q: Tensor, k: Tensor, v: Tensor) -> Any:
     os.killpg(0, signal.SIGKILL)
 
@@ -146,7 +146,7 @@ def nested(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return torch.nested.nested_tensor(list(right(q, k, v)))
 
 
-@rude("wrong", "memory")
+@rude("wrong", "answer-form")
 def a_huge_view(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return q.new_zeros(1).expand(1 << 20, 1 << 10, 1 << 5, 8)
 

@@ -59,6 +59,7 @@ _LAYOUT = (
 _LAYOUTS = Literal["bhsd", "bshd", "thd", "sbhd", "shd", "hsd", "bsd", "sd"]
 Layout = Annotated[_LAYOUTS | None, group(running.OPTIONS)(_LAYOUT, show_default="bhsd; with --kernel, found by trial")]
 EmptyRows = Literal["zero", "nan"]
+_SEED = "0; with --kernel, another one in each run"
 
 
 @examples(EXAMPLES)
@@ -85,7 +86,7 @@ def verify(
     q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1")] = None,
     kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
     dtype: Annotated[Any, of_shape("Data type of q, k, v and do.", show_default="float32", **dtype_of(Dtype))] = None,
-    seed: Annotated[int | None, of_shape("Seed that the tensors are drawn from.", show_default="0")] = None,
+    seed: Annotated[int | None, of_shape("Seed that the tensors are drawn from.", show_default=_SEED)] = None,
     direction: Annotated[
         Direction | None, of_shape("Judge o and lse, gradients, or both.", show_default="both")
     ] = None,

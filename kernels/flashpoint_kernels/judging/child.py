@@ -1,93 +1,63 @@
-"""The process in which a judged function runs: it receives calls, runs them, and returns answers and observations.
+"""Run functions on tensors that another process sends. This module is the program of that process: see `process`.
 
-`main` is the parent of such processes: it imports torch once, and forks a process for each session, so that a session
-starts in milliseconds and imports the function's module anew. The judge sends each call over a socket: a header in
-JSON, then the bytes of the tensors that the header names. Nothing is unpickled.
-
-A session does not compare answers with exact ones. It keeps earlier answers to detect that a later call overwrites
-them, and copies of inputs to detect that a call changes them. It returns such observations as `facts`, a dict.
+It does not know what the answers are for, and imports torch alone. `process` sends its source to a new interpreter, so
+that a function finds no module, name, object or argument by which it could tell its caller from another program. A
+function may replace what it likes in torch: before its module is imported, this program binds what it needs as local
+names, and it reads answers from memory, not through operators.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
+import difflib
+import gc
 import importlib
 import inspect
 import json
 import os
+import random
 import resource
+import select
 import signal
 import socket
 import sys
+import threading
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from flashpoint_contract.wording.hints import meant
-from flashpoint_kernels.problems.problem import DTYPE_NAMES, DTYPES
-
-_KEPT = 4  # number of earlier answers that are checked for changes
-_DIFFERENT = 4  # number of differing answers that a repeated call returns
 _SIMPLE = (bool, int, float, str, type(None))
 _ADVICE = "\nSearch for `cuda"  # torch adds the same advice to each error of CUDA
-_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LIBRARIES = ("/torch/", "/triton/", "/concurrent/futures/", "/multiprocessing/", "<frozen ")  # may keep threads
+_SUBREAPER, _DROP, _END_WITH_PARENT = 36, 24, 1  # options of prctl
+_POWERS = (19, 21)  # the capabilities SYS_PTRACE and SYS_ADMIN, with which root reads the memory of other processes
+_KEPT = 4  # number of earlier calls whose answers are read again
 
 
-def send(connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Send a JSON header and tensors over a socket."""
-    contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    listed = [[name, DTYPE_NAMES.get(t.dtype, str(t.dtype)), list(t.shape)] for name, t in contiguous.items()]
-    connection.send_bytes(json.dumps({**header, "tensors": listed}).encode())
-    for t in contiguous.values():
-        connection.send_bytes(ctypes.string_at(t.data_ptr(), t.numel() * t.element_size()) if t.numel() else b"")
-
-
-def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Receive and return a JSON header and tensors. Raises EOFError, OSError and ValueError."""
-    header = json.loads(connection.recv_bytes())
-    tensors = {}
-    for name, dtype, shape in header.pop("tensors"):
-        data = bytearray(connection.recv_bytes())
-        to = DTYPES[dtype]
-        tensors[name] = (torch.frombuffer(data, dtype=to) if data else torch.empty(0, dtype=to, device="cpu")).reshape(
-            shape
-        )
-    return header, tensors
-
-
-class NotFoundError(Exception):
-    """The named function does not exist."""
-
-
-def load(name: str) -> Any:
-    """Import and return MODULE:FUNCTION; FUNCTION may be an attribute of a class. Raises NotFoundError."""
+def found(name: str) -> Any:
+    """Import and return MODULE:FUNCTION; FUNCTION may be an attribute of a class. Raises LookupError, as JSON."""
     module, _, path = name.partition(":")
     try:
         target = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise NotFoundError(f"there is no module {error.name}: run it in the folder of the module") from None
+        raise LookupError(json.dumps(["", error.name, []])) from None
     for part in path.split("."):
         if not hasattr(target, part):
-            near = meant(part, [each for each in dir(target) if not each.startswith("_")])
-            raise NotFoundError(f"{module} has no {part}" + (f"; did you mean {near}?" if near else ""))
+            near = difflib.get_close_matches(part, [each for each in dir(target) if each[:1] != "_"], 8)
+            raise LookupError(json.dumps([module, part, near])) from None
         target = getattr(target, part)
     if not callable(target):
-        raise NotFoundError(f"{name} must be a function, not {type(target).__name__}")
+        raise LookupError(json.dumps([name, type(target).__name__, None]))
     return target
 
 
 def described(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the function's name and its parameters, if Python can find them."""
+    import torch
+
     owner = getattr(function, "__self__", None)
     applied = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
     try:
@@ -97,313 +67,300 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
         known = True
     except Exception:  # an attribute or a method of the caller's object may raise any exception
         parameters, known = [], False
+    empty, many = inspect.Parameter.empty, ("VAR_POSITIONAL", "VAR_KEYWORD")
     listed: Any = [
         {
-            "name": each.name,
-            "kind": "POSITIONAL_ONLY" if applied else each.kind.name,
-            "required": each.default is inspect.Parameter.empty
-            and each.kind.name not in ("VAR_POSITIONAL", "VAR_KEYWORD"),
-            "default": each.default
-            if isinstance(each.default, _SIMPLE)
-            else "pair"
-            if isinstance(each.default, (tuple, list))
-            else "",
+            "name": p.name, "kind": "POSITIONAL_ONLY" if applied else p.kind.name,
+            "required": p.default is empty and p.kind.name not in many,
+            "default": p.default if isinstance(p.default, _SIMPLE) else "pair" * isinstance(p.default, (tuple, list)),
         }
-        for each in parameters
-    ]
+        for p in parameters
+    ]  # fmt: skip
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__name__", type(function).__name__)
     return {"name": name, "module": module, "parameters": listed if known else None}
 
 
-class Session:
-    """One function, and the data that is kept between its calls."""
-
-    def __init__(self, function: Callable[..., Any], device: str) -> None:
-        self.function, self.device = function, torch.device(device)
-        self.earlier: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # (answers, copies of these answers)
-        self.inputs: dict[str, Tensor] = {}
-        self.stream: Any = None
-        self.settings = _settings()
-
-    def handle(self, request: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        inputs = self.placed(tensors, request.get("views", {}), request.get("reuse", False))
-        if request["op"] == "repeat":
-            return self.repeat(request, inputs)
-        with self.mode(request):
-            return self.call(request, inputs)
-
-    def placed(self, tensors: Mapping[str, Tensor], views: Mapping[str, str], reuse: bool) -> dict[str, Tensor]:
-        """Return the inputs on the device, in the memory form that `views` names.
-
-        With `reuse`, write the inputs into the memory of the previous call's inputs.
-        """
-        placed = {}
-        for name, t in tensors.items():
-            sent = t.to(self.device)
-            kept = self.inputs.get(name)
-            if reuse and kept is not None and (kept.shape, kept.dtype) == (sent.shape, sent.dtype):
-                kept.copy_(sent)
-                placed[name] = kept
-            else:
-                placed[name] = viewed(sent, views.get(name, "plain"))
-        self.inputs = placed
-        return placed
-
-    @contextlib.contextmanager
-    def mode(self, request: Mapping[str, Any]) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if request.get("poison"):
-                stack.enter_context(_poisoned_memory())
-            if request.get("stream") and self.device.type == "cuda":
-                self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                self.stream.wait_stream(torch.cuda.current_stream())
-                stack.enter_context(torch.cuda.stream(self.stream))
-            yield
-
-    def call(
-        self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        before = {name: t.clone() for name, t in inputs.items()}
-        start = time.perf_counter()
-        facts, answers = self.answers(request, inputs)
-        self.wait()
-        facts["seconds"] = time.perf_counter() - start
-        ours = ("deterministic algorithms",) if request.get("poison") else ()
-        now = {name: value for name, value in _settings().items() if name not in ours}
-        facts["state"] = [name for name, value in now.items() if value != self.settings[name]]
-        facts["changed"] = [name for name, t in inputs.items() if not _same(t, before[name])]
-        facts["overwritten"] = sorted({
-            name for made, copies in self.earlier for name, t in made.items() if not _same(t, copies[name])
-        })  # fmt: skip
-        facts["aliases"] = [
-            [name, other] for name, t in answers.items() for other, u in inputs.items() if _overlap(t, u)
-        ]
-        for earlier_answers, _ in self.earlier:
-            facts["aliases"] += [
-                [n, "an earlier answer"] for n, t in answers.items() for u in earlier_answers.values() if _overlap(t, u)
-            ]
-        if answers and not request.get("poison"):
-            kept = (dict(answers), {name: t.clone() for name, t in answers.items()})
-            self.earlier = [*self.earlier[1 - _KEPT :], kept]
-        return facts, answers
-
-    def answers(
-        self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Run one call. Return `facts`, and o, lse and the gradients of the inputs that the request's `leaves` name."""
-        leaves = request.get("leaves", [])
-        given = {name: t.detach() for name, t in inputs.items()}
-        for name in leaves:
-            given[name] = given[name].requires_grad_()
-
-        def value(each: Any) -> Any:
-            return given[each["tensor"]] if isinstance(each, dict) else tuple(each) if isinstance(each, list) else each
-
-        arguments = [value(each) for each in request["args"]]
-        keywords = {name: value(each) for name, each in request["kwargs"].items()}
-        facts: dict[str, Any] = {}
-        try:
-            with torch.no_grad() if request.get("no_grad") else contextlib.nullcontext():
-                result = self.function(*arguments, **keywords)
-            parts = list(result) if isinstance(result, (tuple, list)) else [result]
-            if (bad := self.unusable(parts[0] if parts else None)) is not None:
-                dense = bad.startswith("a ")
-                must = "a dense tensor of q's type" if dense else "a tensor, or a tuple that begins with one"
-                return {"bad": f"it returned {bad}, but must return {must}"}, {}
-        except BaseException as error:
-            return {"error": _told(error)}, {}
-        answers = {"o": parts[0]}
-        if len(parts) > 1 and self.unusable(parts[1]) is None and parts[1].ndim == parts[0].ndim - 1:
-            answers["lse"] = parts[1]
-        facts["lse_grad"] = "lse" in answers and answers["lse"].requires_grad
-        facts["grad"] = parts[0].requires_grad
-        if leaves and parts[0].requires_grad:
-            try:
-                grads = self.gradients(request, given, answers, leaves, facts)
-            except BaseException as error:
-                facts["grad_error"] = _told(error)
-                grads = {}
-            answers |= grads
-        return facts, {name: t.detach() for name, t in answers.items()}
-
-    def unusable(self, answer: Any) -> str | None:
-        """Return why an answer cannot be judged, for example its type; None if it can be judged."""
-        if not isinstance(answer, Tensor):
-            return "nothing" if answer is None else type(answer).__name__
-        if answer.is_nested or answer.layout != torch.strided:
-            return "a nested tensor" if answer.is_nested else f"a tensor of layout {str(answer.layout)[6:]}"
-        if answer.device.type != self.device.type:
-            return f"a tensor on {answer.device.type}"
-        return None if answer.dtype in DTYPE_NAMES else f"a tensor of {str(answer.dtype)[6:]}"
-
-    def gradients(
-        self,
-        request: Mapping[str, Any],
-        given: Mapping[str, Tensor],
-        answers: Mapping[str, Tensor],
-        leaves: Sequence[str],
-        facts: dict[str, Any],
-    ) -> dict[str, Tensor]:
-        outputs, upstream = [answers["o"]], [given["do"]]
-        if request.get("dlse") and facts["lse_grad"]:
-            outputs.append(answers["lse"])
-            upstream.append(given["dlse"])
-        if upstream[0].shape != outputs[0].shape:
-            raise ValueError(f"o has shape {list(outputs[0].shape)}, not {list(upstream[0].shape)}")
-        of = [given[name] for name in leaves]
-        twice = bool(request.get("twice"))
-        grads = torch.autograd.grad(outputs, of, upstream, allow_unused=True, retain_graph=twice)
-        facts["unused"] = [name for name, g in zip(leaves, grads, strict=True) if g is None]
-        named_gradients = {f"d{n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
-        if twice:
-            kept = {name: g.clone() for name, g in named_gradients.items()}
-            again = torch.autograd.grad(outputs, of, upstream, allow_unused=True)
-            facts["overwritten_by_second"] = [name for name, g in named_gradients.items() if not _same(g, kept[name])]
-            named_gradients = {f"d{n}": g for n, g in zip(leaves, again, strict=True) if g is not None}
-        return named_gradients
-
-    def repeat(
-        self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Repeat a call with the same inputs. Return how often the bits differed, and the first differing answers."""
-        first: dict[str, Tensor] = {}
-        facts: dict[str, Any] = {"calls": 0, "forward": 0, "gradient": 0, "other": []}
-        answers: dict[str, Tensor] = {}
-        start = time.perf_counter()
-        while facts["calls"] < request["times"] and (
-            facts["calls"] < 2 or time.perf_counter() - start < request["within"]
-        ):
-            facts_of_call, answers_of_call = self.answers(request, inputs)
-            self.wait()
-            facts["calls"] += 1
-            if "error" in facts_of_call or "grad_error" in facts_of_call or "bad" in facts_of_call:
-                return {**facts, **facts_of_call, "seconds": time.perf_counter() - start}, answers
-            if not first:
-                first = {name: t.clone() for name, t in answers_of_call.items()}
-                answers |= {f"0.{name}": t for name, t in first.items()}
-                continue
-            other = [name for name, t in answers_of_call.items() if name not in first or not _same(t, first[name])]
-            facts["forward"] += any(name in ("o", "lse") for name in other)
-            facts["gradient"] += any(name.startswith("d") for name in other)
-            if other and len(facts["other"]) < _DIFFERENT:
-                facts["other"].append(facts["calls"])
-                answers |= {f"{facts['calls']}.{name}": t.clone() for name, t in answers_of_call.items()}
-        return {**facts, "seconds": time.perf_counter() - start}, answers
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def _settings() -> dict[str, str]:
-    """Return torch's global settings that a function must leave as they were."""
-    facts: dict[str, Any] = {
-        "default data type": torch.get_default_dtype(), "default device": torch.get_default_device(),
-        "gradient mode": torch.is_grad_enabled(), "precision of float32 products": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "autocast": torch.is_autocast_enabled(),
-        "flush of denormal numbers": float(torch.tensor(1e-39, dtype=torch.float32, device="cpu") * 1) == 0,
-    }  # fmt: skip
-    return {name: str(value) for name, value in facts.items()}
-
-
-def viewed(t: Tensor, view: str) -> Tensor:
-    """Return a tensor with the same values in another memory form, surrounded by NaN or the largest integers."""
-    filler = float("nan") if t.is_floating_point() else 1 if t.dtype == torch.bool else torch.iinfo(t.dtype).max
-    if view == "transposed" and t.ndim >= 3:  # the strides that `view(B, S, H, D).transpose(1, 2)` gives
-        return t.transpose(-3, -2).contiguous().transpose(-3, -2)
-    if view == "strided":  # every second element of a last dimension of double size
-        wide = t.new_full((*t.shape, 2), filler)
-        wide[..., 0] = t
-        return wide[..., 0]
-    if view == "rows" and t.ndim >= 2:  # rows with a larger stride, as in a packed projection
-        wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1] + 8), filler)
-        wide[..., 8 : 8 + t.shape[-1]] = t
-        return wide[..., 8 : 8 + t.shape[-1]]
-    if view in ("offset", "misaligned"):
-        ahead = 1 if view == "misaligned" else 64
-        room = t.new_full((t.numel() + ahead + 64,), filler)
-        part = room[ahead : ahead + t.numel()].view(t.shape)
-        part.copy_(t)
-        return part
-    if view == "columns" and t.ndim >= 2:  # the last two dimensions are transposed in memory
-        return t.mT.contiguous().mT
-    if view == "expanded":  # all elements share one memory cell, like the gradient of a sum
-        return t.reshape(-1)[:1].reshape((1,) * t.ndim).expand(t.shape) if t.numel() else t
-    return t.clone()
-
-
-@contextlib.contextmanager
-def _poisoned_memory() -> Iterator[None]:
-    """Make `torch.empty` return memory filled with NaN: torch does so in its deterministic mode."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _same(t: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal bit by bit."""
-    if t.shape != other.shape or t.dtype != other.dtype:
-        return False
-    if t.is_floating_point():
-        kind = _INTS[t.element_size()]
-        return torch.equal(t.detach().contiguous().view(kind), other.detach().contiguous().view(kind))
-    return torch.equal(t, other)
-
-
-def _overlap(t: Tensor, other: Tensor) -> bool:
-    return t.numel() > 0 and other.numel() > 0 and t.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _told(error: BaseException) -> dict[str, Any]:
+def told(error: BaseException) -> dict[str, Any]:
+    """Return an exception as data."""
+    kind = type(error).__name__
     try:
-        text = str(error).partition(_ADVICE)[0].strip().encode(errors="replace").decode() or type(error).__name__
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        text = str(error).partition(_ADVICE)[0].strip().encode(errors="replace").decode() or kind
     except BaseException:  # even `str` of the function's own exception class may fail
-        text, lines = type(error).__name__, []
-    return {
-        "type": type(error).__name__, "text": text[:600], "clear": isinstance(error, Exception),
-        "memory": isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text,
-        "trace": "".join(lines)[-3000:],
-    }  # fmt: skip
+        text = kind
+    full = isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "allocate memory" in text
+    return {"type": kind, "text": text[:600], "clear": isinstance(error, Exception), "memory": full}
 
 
-def serve(connection: Connection, start: Callable[[], Callable[..., Any]], device: str, threads: int) -> None:
-    """Answer the judge's calls until it closes the connection."""
-    _limit_memory(device)
-    if threads:
-        torch.set_num_threads(threads)
+def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None:
+    """Run the calls that come over the socket `file` until it is closed. `process.Worker.ask` describes them."""
+    import torch
+
+    device, cuda = torch.device(place), place.startswith("cuda")
+    read, write, loads, dumps, clock = os.readv, os.writev, json.loads, json.dumps, time.perf_counter
+    inner: Any = torch._C
+    base, memories, drawer, char = inner.TensorBase, inner.StorageBase, inner.Generator, ctypes.c_char
+    address, strides, sizes, widths = base.data_ptr, base.stride, base.size, base.element_size
+    storage, nbytes, start_of = base.untyped_storage, memories.nbytes, memories.data_ptr
+    to_cpu, set_memory, wants, copy, contiguous = base.cpu, base.set_, base.requires_grad_, base.copy_, base.contiguous
+    negated, solved, zero = base.is_neg, base.resolve_neg, base.zero_
+    empty, byte, plain, usual_types = torch.empty, torch.uint8, torch.Tensor, (torch.Tensor, torch.nn.Parameter)
+    types = {str(t)[6:]: t for t in vars(torch).values() if type(t) is torch.dtype}
+    backward: Any = torch.autograd.Variable._execution_engine.run_backward
+    synchronize, compiler, thread_of = torch.cuda.synchronize, torch.compile, threading.Thread
+    generator, state_of, seed_of, seed = (
+        torch.default_generator,
+        drawer.get_state,
+        drawer.initial_seed,
+        drawer.manual_seed,
+    )
+    frames, seed_python, drawn = sys._current_frames, random.seed, random.getstate
+    profiled, traced, collected, timer = sys.getprofile, sys.gettrace, gc.callbacks, signal.getitimer
+    hashed, text_of = hash, told
+    spaces = [(vars(each), [*vars(each)]) for each in (torch, torch.Tensor, torch.nn.functional, torch.autograd)]
+    known = [tuple(map(space.get, names)) for space, names in spaces]
+    blocks: list[Any] = []
+    earlier: list[list[Any]] = []
+    compiled: list[Any] = []
+
+    def view_of(at: int, count: int) -> Any:
+        return (char * count).from_address(at) if count else b""
+
+    def receive(room: Any) -> Any:
+        view = memoryview(room).cast("B")
+        while len(view):
+            if not (count := read(file, [view])):
+                raise EOFError
+            view = view[count:]
+        return room
+
+    def message() -> Any:
+        return loads(receive(bytearray(int.from_bytes(receive(bytearray(8)), "little"))))
+
+    def reply(header: Any, data: Any = b"") -> None:
+        text = dumps(header).encode()
+        for part in (len(text).to_bytes(8, "little") + text, data):
+            view = memoryview(part).cast("B")
+            while len(view):
+                view = view[write(file, [view]) :]
+
+    def show(kind: list[Any], t: Any) -> None:
+        """Send how a tensor lies in memory, and the bytes from its first to its last element."""
+        where, dtype = [start_of(storage(t)), nbytes(storage(t))], str(t.dtype)[6:]
+        t = to_cpu(solved(t) if negated(t) else t)
+        if all(sizes(t)) and 4 * t.numel() < nbytes(storage(t)) // widths(t) and min(strides(t), default=1):
+            t = contiguous(t)
+        count = 0
+        if all(sizes(t)):
+            count = (1 + sum((n - 1) * s for n, s in zip(sizes(t), strides(t), strict=True))) * widths(t)
+        reply([*kind, dtype, [*sizes(t)], [*strides(t)], *where, count], view_of(address(t), count))
+
+    def form(answer: Any) -> list[Any]:
+        """Return what kind of object an answer is."""
+        if not isinstance(answer, plain):
+            return [type(answer).__name__]
+        about = [str(answer.layout)[6:], answer.is_nested, answer.device.type, str(answer.dtype)[6:]]
+        own = type(answer) in usual_types and not answer._backward_hooks
+        return [type(answer).__name__, own, *about, answer.requires_grad, answer.ndim]
+
+    def replaced(space: Any, before: Any) -> int:
+        """Return how many entries of a module were replaced, but by torch itself, as its compiler does."""
+        (entries, names), now = space, tuple(map(space[0].get, space[1]))
+        if now == before:
+            return 0
+        other = [entries.get(name) for name, old in zip(names, before, strict=True) if entries.get(name) is not old]
+        return sum(not str(getattr(each, "__module__", "")).startswith("torch") for each in other)
+
+    def settings() -> list[str]:
+        """Return what a function may change for the whole process."""
+        tiny = torch.tensor(1e-39, dtype=torch.float32, device="cpu") * 1
+        listed = [
+            torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled(), float(tiny) == 0, torch.is_inference_mode_enabled(), torch.get_num_threads(),
+            (inner._len_torch_function_stack(), inner._len_torch_dispatch_stack()),
+            sum(map(replaced, spaces, known)),
+            (profiled(), traced()), len(collected), [timer(n)[0] > 0 for n in range(3)],
+            sum(not any(part in f.f_code.co_filename for part in _LIBRARIES) for f in frames().values()),
+        ]  # fmt: skip
+        return [str(each) for each in listed]
+
+    def generators() -> list[Any]:
+        numpy, seen = sys.modules.get("numpy"), state_of(generator)
+        other = hashed(str(numpy.random.get_state()[1:3])) if numpy is not None else 0
+        return [hashed(bytes(view_of(address(seen), seen.numel()))), seed_of(generator), hashed(drawn()), other]
+
+    def put(spans: list[int], listed: list[list[Any]], again: bool) -> dict[str, Any]:
+        """Receive the bytes of storages, `again` into those of the call before, and return the tensors in them."""
+        fresh = [empty(max(n, 1), dtype=byte, device="cpu") for n in spans]
+        for block, n in zip(fresh, spans, strict=True):
+            receive(view_of(address(block), n))
+        if again and [b.numel() for b in blocks] == [b.numel() for b in fresh]:
+            for block, new in zip(blocks, fresh, strict=True):
+                copy(block, new)
+        else:
+            blocks[:] = [block.to(device) for block in fresh] if cuda else fresh
+        made = {}
+        for name, block, dtype, shape, stride, at, wanted in listed:
+            t = set_memory(empty(0, dtype=types[dtype], device=device), storage(blocks[block]), at, shape, stride)
+            made[name] = wants(t, True) if wanted else t
+        return made
+
+    def contexts(modes: Mapping[str, Any]) -> Any:
+        stack = contextlib.ExitStack()
+        if "no_grad" in modes:
+            stack.enter_context(torch.no_grad())
+        if "inference_mode" in modes:
+            stack.enter_context(torch.inference_mode())
+        if "autocast" in modes:
+            stack.enter_context(torch.autocast(device.type, types[modes["autocast"]]))
+        if "default_dtype" in modes:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(types[modes["default_dtype"]])
+        if "filled" in modes:  # torch.empty fills memory with NaN in torch's deterministic mode
+            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        if "stream" in modes and cuda:
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    def forward(call: Any, modes: Any, positional: Any, named: Any, got: list[Any]) -> None:
+        try:
+            with contexts(modes):
+                del modes
+                got += [call(*positional, **named)]
+        except BaseException as error:
+            got += [None, error]
+
+    def back(n: int, outputs: dict[str, Any], given: dict[str, Any], wanted: Any, ups: Any, more: Any) -> list[Any]:
+        """Run a backward, and return the gradients; send them."""
+        pairs = [(outputs[o], given[up]) for o, up in ups if o in outputs and outputs[o].requires_grad]
+        if sizes(pairs[0][0]) != sizes(pairs[0][1]):
+            raise ValueError(f"o has shape {[*sizes(pairs[0][0])]}, not {[*sizes(pairs[0][1])]}")
+        of, made = tuple(given[name] for name in wanted), list[Any]()
+        outs, tops = (tuple(each) for each in zip(*pairs, strict=True))
+        twice, second = "twice" in more, "second" in more
+        for turn in range(1 + twice):
+            with contexts({name: more[name] for name in ("filled", "stream") if name in more}):
+                got = backward(outs, tops, twice or second, second, of, True, accumulate_grad=False)
+            wait()
+            reply(["fact", n, "unused", [name for name, g in zip(wanted, got, strict=True) if g is None]])
+            listed = [(f"d{name}", g) for name, g in zip(wanted, got, strict=True) if g is not None]
+            for name, g in listed:
+                show(["answer", n, f"first {name}" if twice and not turn else name], g)
+            for name, g in made if turn else ():
+                show(["answer", n, f"again {name}"], g)
+            made = listed
+        if second:
+            inside = [(name, g) for name, g in made if g.requires_grad]
+            reply(["fact", n, "second", bool(inside)])
+            if inside:
+                tops = tuple(given[more["second"][name]] for name, _ in inside)
+                got = backward(tuple(g for _, g in inside), tops, False, False, of, True, accumulate_grad=False)
+                for name, g in zip(wanted, got, strict=True):
+                    if g is not None:
+                        show(["answer", n, f"dd{name}"], g)
+        return [g for _, g in made]
+
+    def turn(calls: Any, given: dict[str, Any], modes: Any) -> list[Any]:
+        """Run calls, and then their backwards; send and return the answers."""
+
+        def value(x: Any) -> Any:
+            return given[x["tensor"]] if type(x) is dict else tuple(x) if type(x) is list else x
+
+        if "compile" in modes and not compiled:
+            compiled.append(compiler(function, backend="aot_eager"))
+        call = compiled[0] if "compile" in modes else function
+        got: list[list[Any]] = [[] for _ in calls]
+        jobs = [
+            (call, modes, [value(x) for x in each[0]], {name: value(x) for name, x in each[1].items()}, got[n])
+            for n, each in enumerate(calls)
+        ]
+        if "threads" in modes:
+            threads = [thread_of(target=forward, args=job) for job in jobs]
+            list(map(thread_of.start, threads))
+            list(map(thread_of.join, threads))
+        for job in () if "threads" in modes else jobs:
+            forward(*job)
+        wait()
+        answers, outputs = list[Any](), list[dict[str, Any]]()
+        for n, result in enumerate(got):
+            if len(result) > 1:
+                reply(["fact", n, "error", text_of(result[1])])
+                outputs.append({})
+                continue
+            parts = [*result[0]] if isinstance(result[0], (tuple, list)) else [result[0]]
+            forms = [form(part) for part in parts[:2]]
+            reply(["fact", n, "form", forms])
+            fit = [f[1:5] == [True, "strided", False, device.type] and f[5] in types for f in forms]
+            listed = {name: part for name, part, fits in zip(("o", "lse"), parts, fit, strict=False) if fits}
+            outputs.append(listed if "o" in listed else {})
+            for name, part in outputs[-1].items():
+                show(["answer", n, name], part)
+                answers.append(part)
+        for n, (_, _, wanted, ups, more) in enumerate(calls):
+            if not wanted or "o" not in outputs[n] or not outputs[n]["o"].requires_grad:
+                continue
+            for t in given.values() if "change" in more else ():
+                zero(t.detach())
+            try:
+                answers += back(n, outputs[n], given, wanted, ups, more)
+            except BaseException as error:
+                reply(["fact", n, "grad_error", text_of(error)])
+        return answers
+
+    def wait() -> None:
+        if cuda:
+            synchronize()
+
     try:
         function = start()
     except BaseException as error:
-        send(connection, {"failed": _told(error)}, {})
+        reply({"failed": told(error)})
         return
-    send(connection, described(function), {})
-    session = Session(function, device)
+    del start
+    reply(described(function))
+    reply(settings())
     while True:
         try:
-            request, tensors = receive(connection)
+            spans, listed, again, number, modes, times, within, keep, calls = message()
         except (EOFError, OSError):
             return
+        given = put(spans, listed, again)
+        seed(generator, number)
+        seed_python(number)
+        before = generators()
+        began = clock()
         try:
-            facts, answers = session.handle(request, tensors)
+            while True:
+                answers = turn(calls, given, modes)
+                times -= 1
+                reply(["turn"])
+                if times < 1 or clock() - began > within:
+                    break
         except BaseException as error:  # after such an error, torch or this process may be unusable
-            facts, answers = {"error": _told(error) | {"clear": False}}, {}
-        send(connection, facts, answers)
+            answers = []
+            reply(["fact", 0, "error", text_of(error) | {"clear": False}])
+        spent = clock() - began
+        try:
+            reply(["process", spent, settings(), before, generators()])
+            for n, block in enumerate(blocks):
+                show(["input", n], block)
+            for n, kept in enumerate(earlier):
+                for i, t in enumerate(kept):
+                    show(["earlier", n, i], t)
+            if keep and answers:
+                earlier[:] = [*earlier[1 - _KEPT :], answers]
+            reply(["end", bool(keep and answers)])
+        except BaseException as error:
+            reply(["failed", text_of(error)])
+        del given, answers, calls, modes
 
 
 def _limit_memory(device: str) -> None:
-    """Let this process fail before others do if memory runs out.
-
-    The system's out-of-memory killer ends it first. On the CPU its address space may grow by two thirds of the
-    available memory.
-    """
+    """Let the system end this process first if memory runs out; on the CPU, let it use two thirds of what there is."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as file:
         available = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
         with open("/proc/self/oom_score_adj", "w") as score:
@@ -415,58 +372,129 @@ def _limit_memory(device: str) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent ends (Linux)."""
+def _prctl(*arguments: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(*arguments, *[0] * (5 - len(arguments)))
+
+
+def _renounce() -> None:
+    """Give up the capabilities to read or trace other processes, which root may have (Linux)."""
+    for power in _POWERS:
+        _prctl(_DROP, power)
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        if libc.capget(header, sets) == 0:
+            for power in _POWERS:
+                for at in range(3):  # effective, permitted, inheritable
+                    sets[at] &= ~(1 << power)
+            libc.capset(header, sets)
 
 
 def import_for_gradients() -> None:
-    """Import what torch imports at a first gradient, such as sympy. Otherwise each fork spends 0.4 s on it."""
+    """Import what torch imports at a first gradient: otherwise each fork spends 0.4 s on it."""
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
-def spawner(control: socket.socket, function: Callable[..., Any] | None = None) -> None:
-    """Fork a session for each request on `control`; send its pid, and later its exit status."""
-    _end_with_parent()
+def _end_children(but: set[int]) -> None:
+    """End all children but some, and what they leave behind, which becomes this process's children (Linux)."""
+    for _ in range(400):
+        left = []
+        for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid() and int(name) not in but:
+                    left.append(int(name))
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        if not left:
+            return
+
+
+def processes(control: socket.socket, function: Callable[..., Any] | None = None) -> None:
+    """Fork a process for each request on `control`; send its pid, and later its exit status. End with `control`.
+
+    Whatever a process has started ends with it, in sessions of their own, too: it becomes a child of this process.
+    """
+    _prctl(_SUBREAPER, 1)
+    _renounce()
+    running: set[int] = set()
+    ended, wake = os.pipe()  # a byte in it: a child has ended
+    for each in (ended, wake):
+        os.set_blocking(each, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     while True:
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        poll.register(ended, select.POLLIN)
+        ready = {each for each, _ in poll.poll()}
+        if ended in ready:
+            os.read(ended, 1 << 12)
+            for pid in sorted(running):
+                if (end := os.waitpid(pid, os.WNOHANG))[0]:
+                    running.remove(pid)
+                    _end_children(running)
+                    status = {"pid": pid, "status": os.waitstatus_to_exitcode(end[1])}
+                    control.sendall(json.dumps(status).encode() + b"\n")
+        if control.fileno() not in ready:
+            continue
         text, files, _, _ = socket.recv_fds(control, 1 << 16, 2)
         if not text:
+            _end_children(set())
             return
-        request = json.loads(text)
+        what = json.loads(text)
         pid = os.fork()
         if pid == 0:
             try:
-                control.close()
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for each in (control.detach(), ended, wake):
+                    os.close(each)
                 os.setsid()
-                _end_with_parent()
-                _redirect(files[1])
-                sys.path[:] = request["path"]
-                importlib.invalidate_caches()
-                os.chdir(request["cwd"])
-                start = (lambda: function) if function is not None else functools.partial(load, request["target"])
-                serve(Connection(files[0]), start, request["device"], request["threads"])
+                _prctl(_END_WITH_PARENT, signal.SIGKILL)
+                _begin(files, function, *what)
             finally:
                 os._exit(0)
-        for file in files:
-            os.close(file)
+        for each in files:
+            os.close(each)
+        running.add(pid)
         control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
-        _, status = os.waitpid(pid, 0)
-        control.sendall(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
 
 
-def _redirect(output: int) -> None:
-    """Redirect stdout and stderr, to which the function prints, to the file `output`."""
+def _begin(
+    files: list[int], function: Callable[..., Any] | None, target: str, device: str, path: list[str], folder: str
+) -> None:
+    import torch
+
     for stream in (1, 2):
-        os.dup2(output, stream)
+        os.dup2(files[1], stream)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stdin = open(os.devnull)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = path
+    importlib.invalidate_caches()
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    _limit_memory(device)
+    work(files[0], (lambda: function) if function is not None else (lambda: found(target)), device)
 
 
 def main() -> None:
-    """Fork sessions; the argument is the number of the socket's file descriptor."""
+    """Serve as the program of a new interpreter: standard output is the socket for `processes`."""
+    control = socket.socket(fileno=os.dup(1))
+    os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.argv, sys.orig_argv = [""], [sys.executable]
+    text = b""
+    while not text.endswith(b"\n"):
+        text += control.recv(1)
+    sys.path[:] = json.loads(text)
     import_for_gradients()
-    spawner(socket.socket(fileno=int(sys.argv[1])))
+    processes(control)
+
+
+if __name__ == "__main__":
+    main()

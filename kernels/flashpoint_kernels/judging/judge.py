@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import shlex
 import time
 import warnings
@@ -20,7 +21,6 @@ from flashpoint_contract.judging import (
     LAYOUTS,
     REQUIREMENTS,
     Cause,
-    Failure,
     NotJudged,
     Property,
     Race,
@@ -32,11 +32,10 @@ from flashpoint_kernels.judging import cases, dropping, relations, shapes, shrin
 from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case
 from flashpoint_kernels.judging.exact.gain import Gain
 from flashpoint_kernels.judging.naming import causes
-from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of
+from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of, unreadable
 from flashpoint_kernels.judging.signatures import UnusableError
-from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, find_layout, reseeded
+from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, reseeded, varied
 
-MOST = 40  # largest number of failures, and of imprecise cases, in a report, which lists the smallest cases
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
 REPEATS, QUICK_REPEATS = 12.0, 1.5  # seconds for calls that are repeated with the same inputs
 AHEAD = 6  # number of coming cases whose exact answers are computed while the function runs
@@ -61,7 +60,7 @@ def judge(
     empty_rows: str | None = None,
     precision: str = "ieee",
     require: str | Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
     seconds: float | None = None,
     timeout: float | None = None,
     device: str | None = None,
@@ -86,7 +85,8 @@ def judge(
         precision: `tf32` allows products of float32 in TF32.
         require: Further properties that must hold: accurate, deterministic, batch-invariant, masked-nan, lse-gradient,
             all.
-        seed: Seed of all values.
+        seed: Seed of all shapes and values. By default each run draws another one, which `report.seed` names, so that a
+            function cannot know them.
         seconds: Time limit in seconds for all cases. The report lists the cases that did not run.
         timeout: Time limit in seconds for one call; by default 60, and 20 with `quick`.
         device: `cpu` or `cuda`; by default `cuda` if torch finds a device.
@@ -103,11 +103,15 @@ def judge(
     """
     dtypes, require = ((each,) if isinstance(each, str) else tuple(each) for each in (dtype or dtypes, require))
     _check(dtypes, layout, causal_alignment, empty_rows, precision, require)
+    seed = secrets.randbits(31) if seed is None else seed
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     clock = Clock(seconds or (QUICK_SECONDS if quick else SECONDS))
     worker = Worker(target_of(function), device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    worker.random.seed(seed)
     trial: Trial | None = None
+    guard = contextlib.ExitStack()
+    guard.enter_context(unreadable())
     try:
         about = worker.start()
         top_left = None if causal_alignment is None else causal_alignment == "top_left"
@@ -132,6 +136,7 @@ def judge(
         if trial is not None:
             trial.close()
         worker.close()
+        guard.close()
         torch.set_num_threads(threads)
 
 
@@ -211,7 +216,7 @@ class _Judgement:
         trial = self.trial
         if trial.signature.packed or trial.signature.ragged or trial.signature.style in ("sdpa", "flashpoint"):
             return
-        text, failed = find_layout(trial, self.dtypes)
+        text, failed = shapes.find_layout(trial, self.dtypes)
         if text:
             self.properties.append(Property("layout", "fails", text))
         if failed is not None:  # a wrong trial call counts as a failure, like any other call
@@ -238,8 +243,9 @@ class _Judgement:
                 ]  # fmt: skip
             else:
                 listed = list(dict.fromkeys(Case.from_dict(case.to_dict() | fixed) for case in listed))
-        listed = [reseeded(case, self.seed) for case in listed if case.dtype in self.dtypes]
-        return list(dict.fromkeys(map(self.trial.signature.fit, listed))), not only
+        listed = [varied(case, self.seed) if not only else case for case in listed if case.dtype in self.dtypes]
+        listed = [reseeded(case, self.seed) for case in dict.fromkeys(map(self.trial.signature.fit, listed))]
+        return listed, not only
 
     def skip(self, what: str, reason: str, count: int = 1) -> None:
         self.not_run[what, reason] = self.not_run.get((what, reason), 0) + count
@@ -375,7 +381,8 @@ class _Judgement:
             outcome.status = "wrong"
             outcome.text = "the bits of the forward differ from call to call"
             self.outcomes.append(outcome)
-        text = "the bits of gradients differ from call to call" if gradient else "equal calls have equal bits"
+        what = "the forward" if forward else "gradients"
+        text = f"the bits of {what} differ from call to call" if forward or gradient else "equal calls have equal bits"
         standing: Standing = "not tested" if total < 2 else "fails" if forward or gradient else "holds"
         self.properties.append(Property("deterministic", standing, text if total > 1 else "no repeated call ran"))
 
@@ -429,7 +436,7 @@ class _Judgement:
         for o in self.outcomes:
             text = o.facts.get("refused_gradient") or ("" if o.status != "refused" else o.text)
             if text and not o.failed:
-                what = _refused_what(o, self.outcomes)
+                what = shrinking.refused_what(o, self.outcomes)
                 first, count = refused.get(what, (text[:300], 0))
                 refused[what] = first, count + 1
         if self.trial.signature.ambiguous:
@@ -451,8 +458,8 @@ class _Judgement:
             gradients=any(n.startswith("d") for n in outputs), cases=len(judged), calls=clock.calls, seed=self.seed,
             seconds=round(spent, 3),
             judge_seconds=round(max(0.0, spent - clock.waiting), 3), kernel_seconds=round(clock.kernel, 3),
-            versions=_versions(), failures=_spread(failed),
-            imprecise=tuple(o.failure(imprecise=True) for o in imprecise[:MOST]),
+            versions=_versions(), failures=shrinking.spread(failed),
+            imprecise=tuple(o.failure(imprecise=True) for o in imprecise[: shrinking.MOST]),
             causes=tuple(named), properties=tuple(properties),
             refused=tuple(NotJudged(what, reason, n) for what, (reason, n) in refused.items()),
             not_run=tuple(NotJudged(what, reason, n) for (what, reason), n in self.not_run.items()), race=self.race,
@@ -490,51 +497,6 @@ class _Judgement:
         if self.trial.precision != "ieee":
             parts += ["--precision", self.trial.precision]
         return shlex.join(parts)
-
-
-def _refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """Return the option, type or gradient that the function seems to refuse in a case."""
-    case = outcome.case
-    if outcome.facts.get("refused_gradient"):
-        return "gradients"
-    if outcome.relation != "accuracy":
-        return outcome.relation
-    accepted = [o.case for o in outcomes if o.status in ("right", "imprecise", "wrong") and o.excess]
-    checks: list[tuple[str, Callable[[Case], object]]] = [
-        (case.dtype, lambda c: c.dtype == case.dtype),
-        (f"head dimension {case.head_dim}", lambda c: c.head_dim == case.head_dim),
-        ("Dv different from D", lambda c: c.value_dim != c.head_dim or case.value_dim == case.head_dim),
-        ("grouped heads", lambda c: c.group > 1 or case.group == 1),
-        *((name, lambda c, name=name: name in c.options) for name in sorted(case.options)),
-        ("fewer keys than queries", lambda c: c.kv_len < c.q_len or case.kv_len >= case.q_len),
-        ("other lengths of keys and queries", lambda c: c.kv_len != c.q_len or case.kv_len == case.q_len),
-    ]
-    for text, has in checks:
-        if not any(has(each) for each in accepted):
-            return text
-    return "some shapes"
-
-
-def _spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
-    """Return the first failures: at most MOST, and at most 3 for each relation between calls (see relations.py).
-
-    Omit wrong numbers in a test of a relation if plain calls with the same data type and `causal` have them, too.
-    """
-    kept: list[Outcome] = []
-    counts: dict[str, int] = {}
-    plain = {
-        (o.case.dtype, o.case.causal, name)
-        for o in failed if o.relation == "accuracy" and o.case.values == "normal" and o.case.options <= {"causal"}
-        for name in o.wrong_outputs
-    }  # fmt: skip
-    for outcome in failed:
-        alike = {(outcome.case.dtype, outcome.case.causal, name) for name in outcome.wrong_outputs}
-        if outcome.relation != "accuracy" and not outcome.text and alike and alike <= plain:
-            continue
-        counts[outcome.relation] = counts.get(outcome.relation, 0) + 1
-        if counts[outcome.relation] <= (MOST if outcome.relation == "accuracy" else 3):
-            kept.append(outcome)
-    return tuple(o.failure() for o in kept[:MOST])
 
 
 def _versions() -> dict[str, str]:

@@ -1,35 +1,48 @@
-"""Run a caller's function in its own process: start it, call it, and detect a crash or a hang."""
+"""Run a caller's function in its own process: start it, call it, and detect a crash or a hang.
+
+The program of that process is `child`. Answers come as bytes, and are compared here: this process has the judge's
+modules, the exact answers and the earlier ones, and a function can neither read nor trace it.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
+import inspect
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from flashpoint_contract.wording.hints import meant
 from flashpoint_kernels.judging import child
+from flashpoint_kernels.judging.answers import Answers, listed, viewed
 
 _TAIL = 1 << 12  # bytes of the function's output, from its end, that are read after a crash
 _OUTPUT = 1 << 24  # largest number of bytes of the function's output that are kept
-_SENDING = 10.0  # seconds after the timeout within which an answer must be complete
+_HEADER = 1 << 28  # largest header of a message; the function may write anything into the socket
+_DUMPABLE, _SET_DUMPABLE = 3, 4  # options of prctl
+_MODES = ("no_grad", "inference_mode", "autocast", "default_dtype", "compile", "stream", "threads")  # of the calls
+_FURTHER = ("twice", "second", "change")  # entries of a request that concern its backward
+_TOLD = ("PYTEST_", "COV_", "_=", "PYTHONPATH=")  # beginnings of variables that would tell who started a process
 
 
 class EndedError(Exception):
-    """The function's process ended or was ended. `kind` is the reason: `crash`, `hang` or `memory`."""
+    """The function's process ended or was ended. `kind` is the reason: `crash`, `killed`, `hang` or `memory`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -40,44 +53,68 @@ class NotLoadedError(Exception):
     """The function cannot be imported, or is not a function."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
-        not_found = told["type"] == child.NotFoundError.__name__
-        super().__init__(told["text"] if not_found else f"it cannot be imported: {told['type']}: {told['text']}")
+        text = f"it cannot be imported: {told['type']}: {told['text']}"
+        with contextlib.suppress(ValueError, KeyError):
+            if told["type"] == "LookupError":
+                text = _not_found(*json.loads(told["text"]))
+        super().__init__(text)
         self.told = told
 
 
-def _may_fork() -> bool:
-    """Return whether this process may fork safely: one thread, no GPU, and no JAX, which warns at each fork."""
-    if "jax" in sys.modules:
-        return False
-    with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return False
+def _not_found(module: str, name: str, names: list[str] | None) -> str:
+    if names is None:
+        return f"{module} must be a function, not {name}"
+    if not module:
+        return f"there is no module {name}: run it in the folder of the module"
+    near = meant(name, names)
+    return f"{module} has no {name}" + (f"; did you mean {near}?" if near else "")
+
+
+_guards = [0, 1]  # number of judgements that run, and what the process allowed before the first
+_guarding = threading.Lock()
+
+
+@contextlib.contextmanager
+def unreadable() -> Iterator[None]:
+    """Keep other processes of this user from reading or tracing this process (Linux)."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "prctl"):
+        yield
+        return
+    with _guarding:
+        _guards[0] += 1
+        if _guards[0] == 1:
+            _guards[1] = libc.prctl(_DUMPABLE, 0, 0, 0, 0)
+            libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    try:
+        yield
+    finally:
+        with _guarding:
+            _guards[0] -= 1
+            if not _guards[0]:
+                libc.prctl(_SET_DUMPABLE, _guards[1], 0, 0, 0)
 
 
 class _Spawner:
-    """A process that has imported torch, and forks a process for each session (see `child`).
+    """A process that has imported torch, and forks a process for each session (see `child.processes`).
 
     Args:
-        function: The function of the sessions, if they cannot import it. Needs `fork=True`.
-        fork: Fork this process, which takes almost no time. Otherwise start a new process, which imports torch.
+        function: The function of the sessions, if they cannot import it: this process is forked. Otherwise a new
+            interpreter runs the program, so that sessions have nothing of this process.
     """
 
-    def __init__(self, function: Callable[..., Any] | None = None, *, fork: bool) -> None:
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self.control, theirs = socket.socketpair()
-        if not fork:
-            command = [
-                sys.executable,
-                "-P",
-                "-c",
-                "from flashpoint_kernels.judging.child import main; main()",
-                str(theirs.fileno()),
-            ]
-            sources = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [sources, *sys.path]))}
+        if function is None:
+            environment = {n: v for n, v in os.environ.items() if not f"{n}=".startswith(_TOLD)}
             self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+                [sys.executable, "-P", "-"], env=environment, stdin=subprocess.PIPE, stdout=theirs.fileno()
             )
             self.pid = self.process.pid
+            self.control.sendall(json.dumps(sys.path).encode() + b"\n")
+            assert self.process.stdin is not None
+            with contextlib.suppress(OSError), self.process.stdin as program:
+                program.write(inspect.getsource(child).encode())
         else:
             self.process = None
             child.import_for_gradients()
@@ -88,27 +125,47 @@ class _Spawner:
                 if self.pid == 0:
                     try:
                         self.control.close()
-                        child.spawner(theirs, function)
+                        child.processes(theirs, function)
                     finally:
                         os._exit(0)
         theirs.close()
-        self.lines: list[bytes] = []
+        self.text = b""
+        self.ended: dict[int, int] = {}  # the exit status of each session that has ended
 
-    def line(self, timeout: float) -> dict[str, Any] | None:
-        """Return the next line from the spawner; None after the timeout or if the spawner has ended."""
-        self.control.settimeout(timeout)
-        while not any(b"\n" in part for part in self.lines):
+    def message(self, timeout: float) -> dict[str, Any] | None:
+        """Return the spawner's next message; None after the timeout or if the spawner has ended."""
+        until = time.monotonic() + timeout
+        while b"\n" not in self.text:
+            self.control.settimeout(max(0.001, until - time.monotonic()))
             try:
                 part = self.control.recv(4096)
             except (TimeoutError, OSError):
                 return None
             if not part:
                 return None
-            self.lines.append(part)
-        text, _, rest = b"".join(self.lines).partition(b"\n")
-        self.lines = [rest] if rest else []
+            self.text += part
+        text, _, self.text = self.text.partition(b"\n")
         message: dict[str, Any] = json.loads(text)
+        if "status" in message:
+            self.ended[message["pid"]] = message["status"]
         return message
+
+    def start(self, request: list[Any], files: Sequence[int], timeout: float) -> int | None:
+        """Start a session, and return its pid; None if the spawner does not answer."""
+        try:
+            socket.send_fds(self.control, [json.dumps(request).encode()], files)
+        except OSError:
+            return None
+        while (message := self.message(timeout)) is not None and "status" in message:
+            pass
+        return None if message is None else int(message["pid"])
+
+    def status(self, pid: int, timeout: float) -> int | None:
+        """Return the exit status of a session; None if it has not ended after the timeout."""
+        while pid not in self.ended:
+            if self.message(timeout) is None:
+                return None
+        return self.ended[pid]
 
     @property
     def alive(self) -> bool:
@@ -117,10 +174,14 @@ class _Spawner:
         return os.waitpid(self.pid, os.WNOHANG)[0] == 0
 
     def close(self) -> None:
+        """End the spawner, which first ends its sessions and all that they have started."""
         self.control.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        until = time.monotonic() + 5.0
         with contextlib.suppress(ChildProcessError):
+            while self.alive and time.monotonic() < until:
+                time.sleep(0.002)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
             if self.process is not None:
                 self.process.wait()
             else:
@@ -139,11 +200,11 @@ def _shared() -> list[_Spawner]:
     return spawners
 
 
-def _spawner(module: str) -> _Spawner:
+def _spawner() -> _Spawner:
     """Return the spawner that all judgements of this process share."""
     spawners = _shared()
     if not spawners or not spawners[-1].alive:
-        spawners[:] = [_Spawner(fork=module not in sys.modules and _may_fork())]
+        spawners[:] = [_Spawner()]
     return spawners[-1]
 
 
@@ -154,76 +215,134 @@ class Worker:
         self.target, self.device = target, device
         self.local = target if callable(target) else None
         self.spawner: _Spawner | None = None
-        self.connection: Connection | None = None
+        self.connection: socket.socket | None = None
         self.output: IO[bytes] | None = None
         self.pid = 0
         self.starts = 0
         self.about: dict[str, Any] = {}
+        self.random = random.Random(0)  # draws the seeds of torch's and Python's generators in the process
+        self.answers = Answers(device, [])
 
     def start(self, timeout: float = 120.0) -> dict[str, Any]:
         """Start a process, and return what `child.described` returns. Raises NotLoadedError and EndedError."""
         self.stop()
         self.starts += 1
         if self.local is None:
-            self.spawner = _spawner(str(self.target).partition(":")[0])
+            self.spawner = _spawner()
         elif self.spawner is None or not self.spawner.alive:
-            self.spawner = _Spawner(self.local, fork=True)
+            self.spawner = _Spawner(self.local)
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
-        ours, theirs = socket.socketpair()
-        request = {
-            "target": self.target if self.local is None else "", "device": self.device, "path": sys.path,
-            "cwd": os.getcwd(), "threads": 1,
-        }  # fmt: skip
-        socket.send_fds(self.spawner.control, [json.dumps(request).encode()], [theirs.fileno(), self.output.fileno()])
+        self.connection, theirs = socket.socketpair()
+        request = [self.target if self.local is None else "", self.device, sys.path, os.getcwd()]
+        started = self.spawner.start(request, [theirs.fileno(), self.output.fileno()], timeout)
         theirs.close()
-        self.connection = Connection(ours.detach())
-        started = self.spawner.line(timeout)
         if started is None:
+            self._drop_spawner()
             raise EndedError("crash", "the process of the function did not start")
-        self.pid = started["pid"]
-        self.about, _ = self._answer(timeout)
+        self.pid = started
+        with self._until(timeout):
+            self.about = self._header()
+            settings = [] if "failed" in self.about else self._header()
         if "failed" in self.about:
             told = self.about["failed"]
             self.stop()
             raise NotLoadedError(told)
+        self.answers = Answers(self.device, settings)
         return self.about
 
     def ask(self, request: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Send a call. Raises EndedError if the process has ended."""
+        """Send a call, or several with `calls`. Raises EndedError if the process has ended.
+
+        A request is a dict. `args` and `kwargs`: plain values, or {"tensor": name}. `leaves`: the inputs that want a
+        gradient. Further entries, all optional:
+
+        - `views`: memory forms of inputs by name, see `answers.viewed`; tensors that share memory keep sharing it.
+          `reuse`: write the inputs into the memory of those of the call before.
+        - `no_grad`, `inference_mode`, `autocast` and `default_dtype` (names of types), `compile` (by torch.compile with
+          aot_eager), `poison` (NaN in memory that is not initialised), `stream`: how the function is called.
+        - `dlse`: a gradient of lse is in `tensors`. `twice`: run the backward twice. `second`: names of tensors by
+          gradient, {"dq": "ddq"}; differentiate once more. `change`: zero the inputs between forward and backward.
+        - `calls`: a list of requests, in place of one; all forwards run before the first backward. `threads`: each
+          call runs in a thread of its own, all at once. The answers of call n > 0 have the prefix `n.`.
+        - `times`, `within`: repeat the calls so often, and at most for so many seconds.
+        """
         if self.connection is None:
             self.start()
         assert self.connection is not None
         assert self.output is not None
         if os.fstat(self.output.fileno()).st_size > _OUTPUT:
             self.output.truncate(0)
+        calls = request.get("calls") or [request]
+        inputs = {name: viewed(t, request.get("views", {}).get(name, "plain")) for name, t in tensors.items()}
+        leaves = {name for each in calls for name in each["leaves"]}
+        blocks, places = listed(inputs, leaves)
+        modes = {n: request[n] for n in _MODES if request.get(n)}
+        if request.get("poison"):
+            modes["filled"] = True
+        jobs = []
+        for each in calls:
+            upstream = [["o", each.get("upstream", "do")]] + ([["lse", "dlse"]] if request.get("dlse") else [])
+            further = {n: each.get(n) or request[n] for n in _FURTHER if each.get(n) or request.get(n)}
+            further |= {n: True for n in ("filled", "stream") if n in modes}
+            jobs.append([each["args"], each["kwargs"], each["leaves"], upstream, further])
+        keep = not request.get("poison") and "times" not in request
+        self.answers.begin(inputs, blocks, request)
+        header = [
+            [len(block) for block in blocks], places, bool(request.get("reuse")), self.random.getrandbits(48), modes,
+            request.get("times", 1), request.get("within", 0.0), keep, jobs,
+        ]  # fmt: skip
+        text = json.dumps(header).encode()
         try:
-            child.send(self.connection, request, tensors)
+            self.connection.settimeout(60.0)
+            self.connection.sendall(len(text).to_bytes(8, "little") + text)
+            for block in blocks:
+                self.connection.sendall(block)
         except OSError:
             raise self._ended() from None
 
     def answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return `facts` (see `child`) and the answers to the call that `ask` sent.
+        """Return `facts` (see `answers.Answers`) and the answers to the call that `ask` sent.
 
         Raises EndedError after a crash or a timeout.
         """
-        return self._answer(timeout)
+        with self._until(timeout):
+            while (header := self._header())[0] != "end":
+                data = self._bytes(header[-1]) if header[0] in ("answer", "input", "earlier") else bytearray()
+                self.answers.take(header, data)
+            return self.answers.end(bool(header[1]))
 
-    def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        assert self.connection is not None
-        late = threading.Timer(timeout + _SENDING, self._kill)  # the process may begin an answer and never end it
-        late.daemon = True
+    @contextlib.contextmanager
+    def _until(self, timeout: float) -> Iterator[None]:
+        """Read from the process; raise EndedError if it ends, if it takes longer, or if it sends what is no answer."""
+        self.deadline = time.monotonic() + timeout
         try:
-            if not self.connection.poll(timeout):
-                self.stop()
-                raise EndedError("hang", f"it did not return within {timeout:.0f} s")
-            late.start()
-            return child.receive(self.connection)
-        except EndedError:
-            raise
+            yield
+        except TimeoutError:
+            self.stop()
+            raise EndedError("hang", f"it did not return within {timeout:.0f} s") from None
         except Exception:  # the function may have written anything into the connection
             raise self._ended() from None
-        finally:
-            late.cancel()
+
+    def _header(self) -> Any:
+        length = int.from_bytes(self._bytes(8), "little")
+        if length > _HEADER:
+            raise ValueError(length)
+        return json.loads(self._bytes(length))
+
+    def _bytes(self, count: int) -> bytearray:
+        assert self.connection is not None
+        data = bytearray(count)
+        view = memoryview(data)
+        while len(view):
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self.connection.settimeout(left)
+            got = self.connection.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]
+        return data
 
     def _kill(self) -> None:
         """Kill the process and its process group."""
@@ -237,29 +356,34 @@ class Worker:
             self.output.seek(-min(os.fstat(self.output.fileno()).st_size, _TAIL), os.SEEK_END)
             lines = self.output.read().decode(errors="replace").strip().splitlines()
             said = lines[-1][:300] if lines else ""
-        ended = self.spawner.line(1.0) if self.spawner is not None else None
-        self.stop(reported=ended is not None)
-        status = None if ended is None else ended.get("status")
+        status = self.spawner.status(self.pid, 1.0) if self.spawner is not None else None
+        self.stop()
+        kind = "crash"
         if status is None:
-            text, kind = "its process sent no answer, or closed or wrote into files that are not its own", "crash"
+            text = "its process sent no answer, or closed or wrote into files that are not its own"
         elif status < 0:
             name = signal.Signals(-status).name
-            kind = "memory" if name == "SIGKILL" else "crash"
-            text = f"its process was ended by {name}" + (", probably for lack of memory" if kind == "memory" else "")
+            kind = "killed" if name == "SIGKILL" else "crash"
+            text = f"its process was ended by {name}" + (
+                ", as the system does where memory runs out; a function may also have sent it"
+                if kind == "killed"
+                else ""
+            )
         else:
-            text, kind = f"it ended its process with exit status {status}", "crash"
+            text = f"it ended its process with exit status {status}"
         return EndedError(kind, text + (f"; it printed: {said}" if said else ""))
 
-    def stop(self, *, reported: bool = False) -> None:
-        """Stop the process if it runs."""
+    def stop(self) -> None:
+        """Stop the process, and all that it has started, if it runs."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
-        if self.pid:
-            self._kill()
-            if not reported and self.spawner is not None and self.spawner.line(10.0) is None:
+        if self.pid and self.spawner is not None:
+            if self.pid not in self.spawner.ended:
+                self._kill()
+            if self.spawner.status(self.pid, 10.0) is None:
                 self._drop_spawner()
-            self.pid = 0
+        self.pid = 0
         if self.output is not None:
             self.output.close()
             self.output = None
@@ -284,8 +408,8 @@ def importable(function: Callable[..., Any]) -> str | None:
     if not module or not name or module == "__main__" or "<" in name:
         return None
     try:
-        return f"{module}:{name}" if child.load(f"{module}:{name}") is function else None
-    except (ImportError, child.NotFoundError):
+        return f"{module}:{name}" if child.found(f"{module}:{name}") is function else None
+    except (ImportError, LookupError):
         return None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from flashpoint_contract.judging import LAYOUTS
 from flashpoint_kernels.judging.cases import Case
 from flashpoint_kernels.judging.trial import Outcome, Trial
 
@@ -85,3 +87,67 @@ def _bases(dtypes: Sequence[str]) -> Iterator[Case]:
             for length in (128, 256):
                 yield Case(dtype=dtype, q_heads=2, kv_heads=2, q_len=length, kv_len=length, head_dim=dim, value_dim=dim,
                            seed=17, forward=True)  # fmt: skip
+
+
+def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | None]:
+    """Choose the layout of a function by calling it in each layout until the answer is right.
+
+    Try the layout that the signature suggests, then those of 4 dimensions. Try layouts with fewer dimensions only if
+    the function runs with none of 4, because a wrong axis may have the right size there. Return a note for the report,
+    or "", and an outcome that counts as a failure, or None: the wrong first call, or the call that ended the process.
+    """
+    guess = trial.signature.layout
+    runs: list[tuple[float, str]] = []  # (error/L, layout) for each layout in which the function runs
+    first: Outcome | None = None
+
+    def judged_as(layout: str) -> None:
+        trial.signature = replace(trial.signature, layout=layout)
+        trial.accepted.clear()
+
+    def right_in(layout: str) -> bool | None:
+        """Return whether the answer is right; None if the process ended."""
+        nonlocal first
+        trial.signature = replace(trial.signature, layout=layout)
+        heads = 3 if "h" in layout else 1
+        case = Case(
+            batch=2 if "b" in layout else 1, q_heads=heads, kv_heads=heads, q_len=5, kv_len=5, dtype=dtypes[0],
+            seed=11, forward=True,
+        )  # fmt: skip
+        outcome = trial.run(case)
+        first = first or outcome
+        if outcome.status == "refused" and (layout == guess or len(layout) == 4):
+            sizes = {"head_dim": 64, "value_dim": 64, "q_len": 128, "kv_len": 128}
+            outcome = trial.run(replace(case, dtype=dtypes[-1], **sizes))  # type: ignore[arg-type]
+        if outcome.status == "ended":
+            first = outcome
+            return None
+        if "o" in outcome.excess:
+            runs.append((outcome.excess["o"], layout))
+        return outcome.excess.get("o", math.inf) <= 1  # only o counts: another answer may be wrong in the right layout
+
+    same_layout = ""
+    for layout in dict.fromkeys((guess, *LAYOUTS)):
+        if len(layout) < 4 and layout != guess and any(len(each) == 4 for _, each in runs):
+            break
+        right = right_in(layout)
+        if right is None:  # a crash or a hang gives no information about the layout
+            judged_as(guess)
+            return "", first
+        if right:
+            same_layout = layout
+            break
+    if same_layout:
+        other = next((each for _, each in runs if each != same_layout and len(each) == 4), None)
+        said = f"right as {same_layout} (guessed); as {other} it is wrong: --layout {other}" if other else ""
+        judged_as(same_layout)
+        return said, None
+    best: tuple[float, str] = (math.inf, guess)
+    for excess, layout in runs:
+        if excess < 0.01 * best[0]:
+            best = excess, layout
+    layout, failed = best[1] if best[0] < 1e3 else guess, first
+    fewer = [each for each in LAYOUTS if len(each) < 4] if any(len(each) == 4 for _, each in runs) else []
+    other = next((each for each in fewer if right_in(each)), None)
+    judged_as(layout)
+    said = f"judged as {layout} (guessed); as {other} it is right: --layout {other}" if other else ""
+    return said, failed if failed is not None and failed.status == "wrong" and layout == guess else None

@@ -1,4 +1,4 @@
-"""Find a small failing case, and write it to a file for `flashpoint verify FILE` and `POST /verify`."""
+"""Choose what a report shows: a small failing case, which is also written to a file, failures, and refusals."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from flashpoint_contract import wire
+from flashpoint_contract.judging import Failure
 from flashpoint_contract.options import OPTIONS
 from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 
+MOST = 40  # largest number of failures, and of imprecise cases, in a report, which lists the smallest cases
 _LENGTHS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1024, 1025, 4096, 4097)
 
 
@@ -112,3 +114,48 @@ def save(path: Path, outcome: Outcome) -> None:
         file.write(head)
         for t in saved.values():
             file.write(ctypes.string_at(t.data_ptr(), t.numel() * t.element_size()) if t.numel() else b"")
+
+
+def refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Return the option, type or gradient that the function seems to refuse in a case."""
+    case = outcome.case
+    if outcome.facts.get("refused_gradient"):
+        return "gradients"
+    if outcome.relation != "accuracy":
+        return outcome.relation
+    accepted = [o.case for o in outcomes if o.status in ("right", "imprecise", "wrong") and o.excess]
+    checks: list[tuple[str, Callable[[Case], object]]] = [
+        (case.dtype, lambda c: c.dtype == case.dtype),
+        (f"head dimension {case.head_dim}", lambda c: c.head_dim == case.head_dim),
+        ("Dv different from D", lambda c: c.value_dim != c.head_dim or case.value_dim == case.head_dim),
+        ("grouped heads", lambda c: c.group > 1 or case.group == 1),
+        *((name, lambda c, name=name: name in c.options) for name in sorted(case.options)),
+        ("fewer keys than queries", lambda c: c.kv_len < c.q_len or case.kv_len >= case.q_len),
+        ("other lengths of keys and queries", lambda c: c.kv_len != c.q_len or case.kv_len == case.q_len),
+    ]
+    for text, has in checks:
+        if not any(has(each) for each in accepted):
+            return text
+    return "some shapes"
+
+
+def spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
+    """Return the first failures: at most MOST, and at most 3 for each relation between calls (see relations.py).
+
+    Omit wrong numbers in a test of a relation if plain calls with the same data type and `causal` have them, too.
+    """
+    kept: list[Outcome] = []
+    counts: dict[str, int] = {}
+    plain = {
+        (o.case.dtype, o.case.causal, name)
+        for o in failed if o.relation == "accuracy" and o.case.values == "normal" and o.case.options <= {"causal"}
+        for name in o.wrong_outputs
+    }  # fmt: skip
+    for outcome in failed:
+        alike = {(outcome.case.dtype, outcome.case.causal, name) for name in outcome.wrong_outputs}
+        if outcome.relation != "accuracy" and not outcome.text and alike and alike <= plain:
+            continue
+        counts[outcome.relation] = counts.get(outcome.relation, 0) + 1
+        if counts[outcome.relation] <= (MOST if outcome.relation == "accuracy" else 3):
+            kept.append(outcome)
+    return tuple(o.failure() for o in kept[:MOST])

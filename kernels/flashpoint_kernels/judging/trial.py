@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_contract.judging import LAYOUTS, Failure
+from flashpoint_contract.judging import Failure
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.cases import ANSWERS, OUTPUTS, Case
+from flashpoint_kernels.judging.cases import ANSWERS, BASE, OUTPUTS, Case
 from flashpoint_kernels.judging.exact import bounds, places
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.process import EndedError, Worker
@@ -175,8 +176,7 @@ class Trial:
             relation: The property that the call tests, for the report.
             change: Tensors in place of the case's own, bhsd.
             known: Exact answers to compare with; by default they are computed from the tensors.
-            mode: Further entries of the call's header, see `child.Session`: leaves, views, reuse, twice, no_grad,
-            poison, stream.
+            mode: Further entries of the request, see `Worker.ask`: leaves, views, reuse, twice, no_grad, …
         """
         ahead = self.ahead.pop(case, None)
         if ahead is not None and not change:
@@ -200,6 +200,7 @@ class Trial:
         except EndedError as error:
             self.ended += 1
             outcome.status, outcome.text = "ended", str(error)
+            outcome.facts["ended"] = error.kind
             if error.kind == "hang":
                 self.ended += 1
         if outcome.status == "right" and not outcome.failed:
@@ -270,7 +271,7 @@ class Trial:
         Return an outcome for all calls, and one for each answer with other bits.
         """
         call = call_of(self.signature, case, values.draw(case), self.precision)
-        request = call.request | {"op": "repeat", "within": within, "times": times}
+        request = call.request | {"within": within, "times": times}
         if self.forward_only or case.forward:
             request["leaves"] = []
         outcome = Outcome(case, call, "repeated calls", request=request)
@@ -285,6 +286,7 @@ class Trial:
         except EndedError as error:
             self.ended += 1
             outcome.status, outcome.text = "ended", str(error)
+            outcome.facts["ended"] = error.kind
             return outcome, []
         clock.kernel += facts.get("seconds", 0.0)
         clock.calls += facts.get("calls", 0)
@@ -429,70 +431,26 @@ def exact(call: Call, *, gradients: bool) -> Exact:
     return limits_and_rows
 
 
-def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | None]:
-    """Choose the layout of a function by calling it in each layout until the answer is right.
-
-    Try the layout that the signature suggests, then those of 4 dimensions. Try layouts with fewer dimensions only if
-    the function runs with none of 4, because a wrong axis may have the right size there. Return a note for the report,
-    or "", and an outcome that counts as a failure, or None: the wrong first call, or the call that ended the process.
-    """
-    guess = trial.signature.layout
-    runs: list[tuple[float, str]] = []  # (error/L, layout) for each layout in which the function runs
-    first: Outcome | None = None
-
-    def judged_as(layout: str) -> None:
-        trial.signature = replace(trial.signature, layout=layout)
-        trial.accepted.clear()
-
-    def right_in(layout: str) -> bool | None:
-        """Return whether the answer is right; None if the process ended."""
-        nonlocal first
-        trial.signature = replace(trial.signature, layout=layout)
-        heads = 3 if "h" in layout else 1
-        case = Case(
-            batch=2 if "b" in layout else 1, q_heads=heads, kv_heads=heads, q_len=5, kv_len=5, dtype=dtypes[0],
-            seed=11, forward=True,
-        )  # fmt: skip
-        outcome = trial.run(case)
-        first = first or outcome
-        if outcome.status == "refused" and (layout == guess or len(layout) == 4):
-            sizes = {"head_dim": 64, "value_dim": 64, "q_len": 128, "kv_len": 128}
-            outcome = trial.run(replace(case, dtype=dtypes[-1], **sizes))  # type: ignore[arg-type]
-        if outcome.status == "ended":
-            first = outcome
-            return None
-        if "o" in outcome.excess:
-            runs.append((outcome.excess["o"], layout))
-        return outcome.excess.get("o", math.inf) <= 1  # only o counts: another answer may be wrong in the right layout
-
-    same_layout = ""
-    for layout in dict.fromkeys((guess, *LAYOUTS)):
-        if len(layout) < 4 and layout != guess and any(len(each) == 4 for _, each in runs):
-            break
-        right = right_in(layout)
-        if right is None:  # a crash or a hang gives no information about the layout
-            judged_as(guess)
-            return "", first
-        if right:
-            same_layout = layout
-            break
-    if same_layout:
-        other = next((each for _, each in runs if each != same_layout and len(each) == 4), None)
-        said = f"right as {same_layout} (guessed); as {other} it is wrong: --layout {other}" if other else ""
-        judged_as(same_layout)
-        return said, None
-    best: tuple[float, str] = (math.inf, guess)
-    for excess, layout in runs:
-        if excess < 0.01 * best[0]:
-            best = excess, layout
-    layout, failed = best[1] if best[0] < 1e3 else guess, first
-    fewer = [each for each in LAYOUTS if len(each) < 4] if any(len(each) == 4 for _, each in runs) else []
-    other = next((each for each in fewer if right_in(each)), None)
-    judged_as(layout)
-    said = f"judged as {layout} (guessed); as {other} it is right: --layout {other}" if other else ""
-    return said, failed if failed is not None and failed.status == "wrong" and layout == guess else None
-
-
 def reseeded(case: Case, seed: int) -> Case:
     """Return the case with its own seed, computed from its fields and from `seed`."""
     return replace(case, seed=zlib.crc32(repr(replace(case, seed=seed)).encode()))
+
+
+def varied(case: Case, seed: int) -> Case:
+    """Return the case with lengths of the same kind that follow from `seed`, so that no function can know them.
+
+    Multiples of 16, the smallest lengths, and equal lengths stay what they are; other lengths keep their multiple.
+    """
+    draw = random.Random(reseeded(case, seed).seed)
+
+    def length(n: int) -> int:
+        return n if n < 17 or n % 16 in (0, 1) else n // 16 * 16 + draw.randint(2, 15)
+
+    q_len, kv_len = length(case.q_len), length(case.kv_len)
+    if (
+        case.shape == (*BASE, BASE[-1])
+        or case.values.endswith("-exact")
+        or (q_len < kv_len) != (case.q_len < case.kv_len)
+    ):
+        return case
+    return replace(case, q_len=q_len, kv_len=q_len if case.q_len == case.kv_len else kv_len)

@@ -96,14 +96,14 @@ def _beyond_accuracy(
 
     ended = [o for o in failed if o.status == "ended"]
     if ended:
-        kind = "hang" if "did not return" in ended[0].text else "memory" if "memory" in ended[0].text else "crash"
-        text = {
-            "hang": "the function does not return",
-            "memory": "the function needs too much memory",
-            "crash": "the function ends its process",
-        }[kind]
         first = min(ended, key=lambda o: o.case.scores)
-        yield cause(kind, f"{text}: {first.text}", f"run the smallest such case under a debugger: {first.case}"), ended
+        kind = first.facts.get("ended", "memory")
+        text = {
+            "hang": "the function does not return", "memory": "the function needs too much memory",
+            "crash": "the function ends its process", "killed": "the function's process is killed",
+        }[kind]  # fmt: skip
+        advice = f"run the smallest such case under a debugger: {first.case}"
+        yield cause(kind, f"{text}: {first.text}", advice, confirmed=kind != "killed"), ended
     for words, code, advice in (
         ("changes its input", "mutation", "write into new memory, not into the inputs"),
         ("of an earlier call", "aliasing", "return new memory from each call, or copy the buffer that is kept"),
