@@ -134,9 +134,14 @@ def benchmark(
         _draw(job, plot, kind, format, theme, show)
     if kernel is not None:
         show.print(
-            f"{kernel.partition(':')[2]} is {kernel}; `flashpoint verify --kernel {kernel}` judges its answers",
+            f"{kernel.partition(':')[2]} is {kernel}; `flashpoint verify --kernel {kernel}` judges it in all cases",
             style="dim",
         )
+        wrong = [row for row in job.rows if row.backend == "kernel" and (row.skipped or "").startswith("wrong: ")]
+        for row in wrong:
+            print(f"flashpoint benchmark: FAIL: {kernel}: {row.skipped} ({problem(row)})", file=sys.stderr)
+        if wrong:
+            return WRONG
         if job.state == "done" and all(row.ms is None for row in job.rows if row.backend == "kernel"):
             print(f"flashpoint benchmark: {kernel} ran no case; the table has the reasons", file=sys.stderr)
             return WRONG

@@ -17,24 +17,39 @@ from typing import Any, Protocol
 import torch
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 class Clock(Protocol):
     @property
     def with_host(self) -> bool:
         """Whether the times of the last calls include the host's time to launch them on the GPU."""
 
-    def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """Return the milliseconds of each of `repeats` calls. All calls have ended when it returns."""
+    def time(
+        self, call: Callable[[], Any], repeats: int, before: Callable[[], None] = _nothing,
+        after: Callable[[Any], None] = _nothing,
+    ) -> list[float]:  # fmt: skip
+        """Return the milliseconds of each of `repeats` calls. All calls have ended when it returns.
+
+        `before` runs before each call, and `after` with its answer, both outside of the measured time.
+        """
 
 
 class CpuClock:
     with_host = False  # no GPU: the time of a call has no separate part for the host
 
-    def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
+    def time(
+        self, call: Callable[[], Any], repeats: int, before: Callable[[], None] = _nothing,
+        after: Callable[[Any], None] = _nothing,
+    ) -> list[float]:  # fmt: skip
         taken = []
         for _ in range(repeats):
+            before()
             start = perf_counter_ns()
             answer = call()
             taken.append((perf_counter_ns() - start) / 1e6)
+            after(answer)
             del answer  # free it outside the measured time, because a real caller would keep the answer
         return taken
 
@@ -64,14 +79,19 @@ class CudaClock:
     def with_host(self) -> bool:
         return self.pause_ms == 0.0
 
-    def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
+    def time(
+        self, call: Callable[[], Any], repeats: int, before: Callable[[], None] = _nothing,
+        after: Callable[[Any], None] = _nothing,
+    ) -> list[float]:  # fmt: skip
         taken: list[float] = []
         with torch.cuda.device(self.device):
             while len(taken) < repeats:
-                taken += self._queued(call, repeats - len(taken))
+                taken += self._queued(call, repeats - len(taken), before, after)
         return taken
 
-    def _queued(self, call: Callable[[], Any], repeats: int) -> list[float]:
+    def _queued(
+        self, call: Callable[[], Any], repeats: int, before: Callable[[], None], after: Callable[[Any], None]
+    ) -> list[float]:
         """Time `repeats` calls, and return the milliseconds of those that were enqueued before the GPU started them.
 
         If the GPU started others too early, make the pause longer; if it is at its maximum, return their times too.
@@ -83,13 +103,16 @@ class CudaClock:
         host_ms = 0.0
         for _ in range(repeats):
             start, end = event(enable_timing=True), event(enable_timing=True)
+            before()
             self.flush.zero_()
             sleep(round(self.pause_ms * _CYCLES_PER_MS))
             start.record()
             since = perf_counter()
-            call()
+            answer = call()
             end.record()
             began = start.query()
+            after(answer)
+            del answer
             (late if began else timed).append((start, end))
             if began:
                 host_ms = max(host_ms, (perf_counter() - since) * 1e3)

@@ -7,6 +7,7 @@ Other work during a pause leaves cold caches, so a short call runs once unmeasur
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
@@ -22,6 +23,7 @@ from torch import Tensor
 from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_kernels.timing.case import (
     ALGORITHMS,
+    OWN,
     ROW_FIELDS,
     Case,
     Timing,
@@ -31,9 +33,16 @@ from flashpoint_kernels.timing.case import (
     pairs,
     standard_flops,
 )
+from flashpoint_kernels.timing.checking import OURS, Turns, WrongAnswerError, compare, possible
 from flashpoint_kernels.timing.clock import Slices, available_bytes, clock_of, peak_bytes, uncertainty
 from flashpoint_kernels.timing.device import describe, device_name, find_peaks, is_lost, peak_of
-from flashpoint_kernels.timing.implementations import CannotRunError, Implementation, algorithms, implementation_of
+from flashpoint_kernels.timing.implementations import (
+    Attend,
+    CannotRunError,
+    Implementation,
+    algorithms,
+    implementation_of,
+)
 from flashpoint_kernels.timing.own_kernel import Kernel
 
 # A call that takes less than 1/_SHORT of a slice runs once unmeasured after a pause. So this run costs at most 1/_SHORT
@@ -96,8 +105,13 @@ def measure(
         if _rates(case, device, median(timed.samples))["roofline_percent"] > 100:
             again = yield from _timed(case, implementation, device, timing, slices)
             timed = max(timed, again, key=lambda one: median(one.samples))
+        if case.backend == OWN:
+            peak = peak_of(device, case.dtype)
+            possible(_rates(case, device, median(timed.samples))["tflops"], peak.tflops, peak.sheet_tflops)
     except Exception as error:  # other libraries may raise anything, and the next case can still run
-        row["skipped"] = str(error) if isinstance(error, CannotRunError) else _brief(f"{type(error).__name__}: {error}")
+        said = f"wrong: {error}" if isinstance(error, WrongAnswerError) else str(error)
+        known = isinstance(error, (CannotRunError, WrongAnswerError))
+        row["skipped"] = said if known else _brief(f"{type(error).__name__}: {error}")
         if is_lost(device):
             raise DeviceLostError(row) from error
         return row
@@ -155,12 +169,16 @@ def _timed(
     """Time a case. On the CPU, also try fewer threads: OpenMP waits for its slowest thread, so they may be faster."""
     attend = implementation.make(case, device)
     _check_memory(case, device)
-    q, k, v, do = yield from _inputs(case, device, implementation.layout, slices)
-    leaves = [t.requires_grad_(case.direction != "forward") for t in (q, k, v)]
+    turns = Turns(case, device) if case.backend == OWN else None
+    if turns is None:
+        q, k, v, do = yield from _inputs(case, device, implementation.layout, slices)
+        leaves = [t.requires_grad_(case.direction != "forward") for t in (q, k, v)]
+    else:
+        leaves, do = turns.leaves, turns.do
 
     def whole() -> Any:
         o = attend(*leaves)
-        return o if case.direction == "forward" else torch.autograd.grad(o, leaves, do)
+        return o if case.direction == "forward" else torch.autograd.grad(o, leaves, turns.do if turns else do)
 
     if device.startswith("cuda"):
         yield from aside(partial(_first, whole, device), slices)
@@ -176,10 +194,17 @@ def _timed(
     low = peak is not None and peak < held
     warm_ms = slices.spent_ms
     yield from slices.pause()
-    call: Callable[[], Any] = whole
-    if case.direction == "backward":
+    if case.backend in OURS:
+        answer = whole()
+        listed = answer if case.direction != "forward" else (answer,)
+        compare(case, [t.detach() for t in (*leaves, do)], [t.detach() for t in listed], random.Random(0))
+        yield from slices.pause()
+    call, prepare, keep = whole, _nothing, _nothing
+    if case.direction == "backward" and turns is None:
         o = attend(*leaves)
         call = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
+    elif turns is not None:
+        call, prepare, keep = _by_turns(case, turns, attend, whole)
     clock = clock_of(device)
 
     def repeated(enough: Callable[[list[float]], bool]) -> Generator[float, None, list[float]]:
@@ -189,10 +214,11 @@ def _timed(
             if slices.spent_ms + cost_ms > slices.slice_ms:
                 yield from slices.pause()
                 if cost_ms * _SHORT < slices.slice_ms:
+                    prepare()
                     call()
             before, room = slices.spent_ms, slices.slice_ms - slices.spent_ms
             repeats = max(1, min(int(room / cost_ms), timing.max_repeats - len(samples)))
-            samples += clock.time(call, repeats)
+            samples += clock.time(call, repeats, prepare, keep)
             cost_ms = (slices.spent_ms - before) / repeats
         return samples
 
@@ -205,7 +231,10 @@ def _timed(
     yield from repeated(lambda samples: warm_ms + sum(samples) >= timing.warmup_ms)
     if device.startswith("cuda"):
         began = slices.total_ms
-        return _Timed((yield from repeated(precise)), peak, low)
+        samples = yield from repeated(precise)
+        if turns is not None:
+            turns.check()
+        return _Timed(samples, peak, low)
     times: dict[int, list[float]] = {}
     waited: list[float] = []
     every = torch.get_num_threads()
@@ -214,18 +243,40 @@ def _timed(
         with slices.with_threads(count) as waits:
             began = slices.total_ms
             if times:
+                prepare()
                 call()  # not timed: the first call with another number of threads starts these threads
                 times[count] = yield from repeated(lambda samples: len(samples) >= timing.min_repeats)
             if count == every or median(times[count]) < median(times[every]):
                 times[count] = yield from repeated(precise)
         waited += [] if waits.share is None else [waits.share]
         count = _fewer({number: median(ms) for number, ms in times.items()}, timing)
+    if turns is not None:
+        turns.check()
     best = every
     for count in times:
         if _faster(times[count], times[best]):
             best = count
     by_threads = {number: median(ms) for number, ms in times.items()}
     return _Timed(times[best], peak, low, best, by_threads, max(waited, default=None))
+
+
+def _by_turns(
+    case: Case, turns: Turns, attend: Attend, whole: Callable[[], Any]
+) -> tuple[Callable[[], Any], Callable[[], None], Callable[[Any], None]]:
+    """Return a call with fresh inputs, what runs before it, and what runs with its answer."""
+    if case.direction != "backward":
+        return whole, turns.fresh, turns.keep
+    o: list[Tensor] = []
+
+    def before() -> None:
+        turns.fresh()
+        o[:] = [attend(*turns.leaves)]
+
+    return lambda: torch.autograd.grad(o, turns.leaves, turns.do), before, turns.keep
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _fewer(ms: dict[int, float], timing: Timing) -> int | None:

@@ -50,7 +50,7 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
     assert code == 0, err
     assert len(rows) == 4
     assert all(row.ms > 0 and row.speedup_over_naive > 0 and row.skipped is None for row in rows)
-    assert "plain is my_kernels:plain; `flashpoint verify --kernel my_kernels:plain` judges its answers" in out
+    assert "plain is my_kernels:plain; `flashpoint verify --kernel my_kernels:plain` judges it in all cases" in out
     lines = [line.split()[0] for line in out.splitlines() if line.strip()]
     assert (lines.count("plain"), lines.count("kernel")) == (5, 0)  # in four rows, and in the line asserted above
     assert "naive writes the matrix of scores, so its limit is low" in " ".join(out.split())
@@ -72,3 +72,10 @@ def test_a_function_that_cannot_be_timed_says_why(run, kernels, tmp_path, kernel
     assert (code, [row.skipped for row in rows]) == (1, [message])
     assert f"{kernel} skipped: {message}" in " ".join(out.split())
     assert f"my_kernels:{kernel} ran no case; the table has the reasons" in err
+
+
+def test_a_function_with_wrong_answers_has_no_figure_and_fails(run, kernels, tmp_path):
+    code, _, err, rows = timed(run, tmp_path, "peeking", "--causal", "yes")
+    assert (code, [row.ms for row in rows]) == (1, [None])
+    assert rows[0].skipped.startswith("wrong: o of a timed call is ")
+    assert "flashpoint benchmark: FAIL: my_kernels:peeking: wrong: o of a timed call is " in err
