@@ -35,8 +35,8 @@ def viewed(t: Tensor, view: str) -> Tensor:
         wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1] + 8), filler)
         wide[..., 8 : 8 + t.shape[-1]] = t
         return wide[..., 8 : 8 + t.shape[-1]]
-    if view in ("offset", "misaligned"):
-        ahead = 1 if view == "misaligned" else 64
+    if view in ("offset", "misaligned", "ended"):
+        ahead = {"offset": 64, "misaligned": 1, "ended": 0}[view]
         room = t.new_full((t.numel() + ahead + 64,), filler)
         part = room[ahead : ahead + t.numel()].view(t.shape)
         part.copy_(t)

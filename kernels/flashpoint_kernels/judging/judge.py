@@ -186,8 +186,11 @@ class _Judgement:
                 self.recognise()
             listed, relate = self.cases(only)
             self.total = len(listed) + 40 * relate
-            self.accuracy(listed)
-            self.gains()
+            if only and only.get("call"):
+                self.outcomes.append(trial.run(listed[0], "accuracy", **only["call"]))
+            else:
+                self.accuracy(listed)
+                self.gains()
             if relate:
                 self.relate()
         except StopError as error:
@@ -230,7 +233,7 @@ class _Judgement:
         takes = self.trial.signature.options
         listed = cases.listed(self.seed, quick=self.quick, takes=takes, ragged=self.trial.signature.ragged)
         if only is not None and "seed" in only and "values" in only:
-            return [Case.from_dict(only)], False
+            return [Case.from_dict({n: v for n, v in only.items() if n != "call"})], False
         if only:
             fixed = {n: tuple(v) if isinstance(v, list) else v for n, v in only.items()}
             sizes = {"batch": 1, "q_heads": 1, "kv_heads": fixed.get("q_heads", 1)}
@@ -486,17 +489,31 @@ class _Judgement:
         ]  # fmt: skip
 
     def command(self, smallest: Outcome | None) -> str | None:
-        """Return the command that repeats a case."""
+        """Return the command that repeats a failure: its call, if that fails in a new process, else the judgement."""
         if smallest is None or ":" not in self.name or "<" in self.name:
             return None
-        case = {n: v for n, v in smallest.case.to_dict().items() if n != "layout"}
         signature = self.trial.signature
-        parts = ["flashpoint", "verify", "--kernel", self.name, "--case", json.dumps(case, separators=(",", ":"))]
+        parts = ["flashpoint", "verify", "--kernel", self.name]
+        if self.alone(smallest):
+            fields = {n: v for n, v in smallest.fields.items() if n != "layout"}
+            parts += ["--case", json.dumps(fields, separators=(",", ":"))]
+        else:
+            parts += ["--seed", str(self.seed), *(["--quick"] if self.quick else [])]
+            parts += ["--dtype", self.dtypes[0]] if len(self.dtypes) == 1 else []
         if not signature.ragged and self.find_layout:
             parts += ["--layout", signature.layout]
         if self.trial.precision != "ieee":
             parts += ["--precision", self.trial.precision]
         return shlex.join(parts)
+
+    def alone(self, smallest: Outcome) -> bool:
+        """Return whether a call fails as the first one of a new process."""
+        if smallest.status == "ended" or smallest.mode is None:
+            return smallest.status == "ended"
+        with contextlib.suppress(StopError, EndedError):
+            self.trial.worker.start()
+            return self.trial.run(smallest.case, **smallest.mode).failed
+        return False
 
 
 def _versions() -> dict[str, str]:

@@ -60,6 +60,7 @@ class Outcome:
     ill: float = 0.0  # fraction of rows that are ill-posed
     ill_rows: Tensor | None = None
     request: dict[str, Any] = field(default_factory=dict)
+    mode: dict[str, Any] | None = field(default_factory=dict)  # entries of the request beyond the case's; None: tensors
 
     @property
     def failed(self) -> bool:
@@ -69,10 +70,15 @@ class Outcome:
     def wrong_outputs(self) -> tuple[str, ...]:
         return tuple(n for n in OUTPUTS if self.excess.get(n, 0.0) > 1)
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the case as a dict, with the entries of the request that differ from its usual ones as `call`."""
+        return self.case.to_dict() | ({"call": self.mode} if self.mode else {})
+
     def failure(self, *, imprecise: bool = False) -> Failure:
         """Return this outcome for the report."""
         ratios = self.strict if imprecise else self.excess
-        about: dict[str, Any] = {"relation": self.relation, "problem": str(self.case), "case": self.case.to_dict()}
+        about: dict[str, Any] = {"relation": self.relation, "problem": str(self.case), "case": self.fields}
         bad = [n for n in ANSWERS if ratios.get(n, 0.0) > 1]
         if not bad:
             return Failure(**about, text=self.text)
@@ -194,7 +200,7 @@ class Trial:
         if not request["leaves"]:
             request.pop("twice", None)
         sent = call.tensors if request["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
-        outcome = Outcome(case, call, relation, request=request)
+        outcome = Outcome(case, call, relation, request=request, mode=None if change else dict(mode))
         try:
             self._ask(outcome, sent, known)
         except EndedError as error:

@@ -7,22 +7,27 @@ and by the positions of wrong elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from flashpoint_contract.judging import Cause
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.cases import OUTPUTS, Case
-from flashpoint_kernels.judging.exact import places
-from flashpoint_kernels.judging.naming.matching import FEW, LEFT, WrongNumbers, causes_of, excess, left_by_factor
+from flashpoint_kernels.judging.cases import OUTPUTS
+from flashpoint_kernels.judging.naming.matching import FEW, LEFT, WrongNumbers, causes_of, foretold, left_by_factor
 from flashpoint_kernels.judging.naming.mutants import Mistake
+from flashpoint_kernels.judging.naming.patterns import pattern
 from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 
+_BEYOND = (
+    "inputs at an offset of their storage", "inputs at an address that is not aligned",
+    "inputs that are rows of a wider tensor", "inputs with a strided last dimension",
+)  # fmt: skip
 _TRIED = 6  # number of failures that are compared with known mistakes
 _SMALL = 300_000  # largest number of scores of a case for which mistakes are computed
+_PASSED = 10  # number of right answers in which a mistake must predict no error
 _MOST = 4  # largest number of causes in a report
 _OF_RELATION = {
     "new inputs at the same address": ("replay", "an earlier answer is returned for new inputs at the same address", "do not cache by address or shape; capture graphs with static inputs that are copied into"),
@@ -65,18 +70,23 @@ def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
             named[race] = replace(named[race], explains=named[race].explains + len(numbers))
             left = [o for o in left if o not in numbers]
             numbers = []
-        if numbers and (constant := _constant(numbers, outcomes)) is not None:
+        if numbers and _uninitialised(trial, numbers):
+            advice = "write all of the output, also the rest of its last tile; zero what is added to"
+            text = "memory is returned or read that the function has not written"
+            named.append(Cause("uninitialised", text, advice, True, len(numbers)))
+            left = [o for o in left if o not in numbers]
+        elif numbers and (constant := _constant(numbers, outcomes)) is not None:
             named.append(constant)
             left = [o for o in left if o not in numbers]
         elif numbers:
-            for cause, explained in _mistakes(trial, numbers):
+            for cause, explained in _mistakes(trial, numbers, outcomes):
                 named.append(replace(cause, explains=len(explained)))
                 left = [o for o in left if o not in explained]
     except StopError:
         pass
     left = [o for o in left if o.status == "wrong"]
     if left and (not named or len(left) > 0.1 * len(failed)):
-        named.append(_pattern(left, outcomes))
+        named.append(pattern(left, outcomes))
     unique: dict[str, Cause] = {}
     for cause in named:
         unique.setdefault(cause.code, cause)
@@ -132,7 +142,12 @@ def _beyond_accuracy(
     if shaped:
         numpy = "ndarray" in shaped[0].text
         advice = "return torch.from_numpy(o), or judge a file that flashpoint.save_case writes"
-        yield cause("answer-form", shaped[0].text, advice if numpy else "return o in the shape and type of q"), shaped
+        yield (
+            cause(
+                "answer-form", shaped[0].text, advice if numpy else "o has q's type and shape, but v's last dimension"
+            ),
+            shaped,
+        )
     repeated = [
         o for o in failed if o.relation == "repeated calls" and ("equal" in o.text or "bits of the forward" in o.text)
     ]
@@ -190,6 +205,11 @@ def _beyond_accuracy(
         if o.case.values == "normal" and o.case.options <= {"causal"}
     }
     unsteady = any(o.wrong_outputs for o in repeated) or not steady
+    beyond = [o for o in failed if o.relation.partition(" (")[0] in _BEYOND and o.wrong_outputs]
+    if beyond and not unsteady and _reads_beyond(trial, beyond[0]):
+        advice = "mask loads beyond the end of rows and of tensors"
+        yield cause("out-of-bounds", "memory beyond the end of the inputs is read, and counts", advice), beyond
+        failed = [o for o in failed if o not in beyond]
     for o in [] if unsteady else failed:
         relation = o.relation.partition(" (")[0]
         grads, plain = bool(o.request.get("leaves")), (o.case.dtype, o.case.causal)
@@ -229,6 +249,12 @@ def _beyond_accuracy(
             )
 
 
+def _reads_beyond(trial: Trial, o: Outcome) -> bool:
+    """Return whether a contiguous input at its usual address, with NaN behind it, is read wrongly."""
+    views = dict.fromkeys(("q", "k", "v", "qkv", "kv"), "ended")
+    return trial.run(o.case, "memory behind the inputs", views=views, leaves=[]).status == "wrong"
+
+
 def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause | None:
     """Return the cause if all wrong outputs have the same constant value, and no answer on normal values is right."""
     grads = all("o" not in o.wrong_outputs for o in numbers)
@@ -247,6 +273,22 @@ def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause 
     are = "are" if len(names) > 1 else "is"
     advice = "check that the kernel is launched, and that it writes the tensor that is returned"
     return Cause("constant", f"{', '.join(names)} {are} {firsts.pop()} everywhere", advice, True, len(numbers))
+
+
+def _uninitialised(trial: Trial, numbers: Sequence[Outcome]) -> bool:
+    """Return whether the wrong elements are NaN, as they were not, if memory from torch.empty is filled with NaN."""
+    shown = 0
+    for o in sorted(numbers, key=lambda o: o.case.scores)[:3]:
+        filled = trial.run(o.case, "memory that is not initialised", poison=True)
+        for name in ("o",) if "o" in o.wrong_outputs else o.wrong_outputs:
+            wrong = o.limits[name].excess(o.answers[name], o.dtype_of(name))[1] > 1
+            if name not in filled.answers or filled.answers[name].shape != wrong.shape:
+                return False
+            lost = filled.answers[name].isnan() & ~o.answers[name].isnan()
+            if float(lost[wrong].double().mean()) < 0.95:
+                return False
+            shown += 1
+    return shown > 0
 
 
 def _first(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -300,26 +342,64 @@ def _same_as_earlier(o: Outcome, outcomes: Sequence[Outcome]) -> bool:
     return False
 
 
-def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause, list[Outcome]]]:
+def _mistakes(
+    trial: Trial, numbers: Sequence[Outcome], outcomes: Sequence[Outcome]
+) -> Iterator[tuple[Cause, list[Outcome]]]:
     """Yield known mistakes that give the wrong numbers, until each tested failure has an explanation."""
     chosen = _representative(numbers)
     simple = [o for o in chosen if not trial.signature.ragged]
     texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]] = {}
     for o in simple:
         earlier = [mistake for mistake, _ in texts.values() if mistake.forward or mistake.backward]
-        hits = causes_of(_numbers(o), earlier)
-        for mistake in _unrefuted(trial, o, hits):
+        for mistake in causes_of(_numbers(o), earlier):
             texts.setdefault((mistake.code, mistake.text), (mistake, []))[1].append(o)
     _join_factors(texts, simple)
     left = list(simple)
     while left and texts:
-        mistake, explained = max(texts.values(), key=lambda each: len([o for o in each[1] if o in left]))
+        key = max(texts, key=lambda each: len([o for o in texts[each][1] if o in left]))
+        mistake, explained = texts.pop(key)
         now = [o for o in explained if o in left]
         if not now:
             return
+        confirmed = _confirmed(trial, mistake, explained, outcomes)
+        if confirmed is None:
+            continue
         like = [o for o in numbers if o in now or (o not in simple and any(_alike(o, x) for x in now))]
-        yield Cause(mistake.code, mistake.text, mistake.advice, True, 0), like
+        yield Cause(mistake.code, mistake.text, mistake.advice, confirmed, 0), like
         left = [o for o in left if o not in now]
+
+
+def _confirmed(
+    trial: Trial, mistake: Mistake, explained: Sequence[Outcome], outcomes: Sequence[Outcome]
+) -> bool | None:
+    """Return whether a mistake is confirmed: it gives the wrong elements, and no others, with several kinds of values.
+
+    Return None if it is refuted: it predicts an error where the function is right, or other elements in all cases.
+    """
+    kinds = {o.case.values for o in explained}
+    first = min(explained, key=lambda o: o.case.scores)
+    more = [replace(first.case, values=each) for each in ("normal", "sharp", "high") if each not in kinds]
+    more += [replace(first.case, seed=first.case.seed + 1)]
+    if not mistake.forward and not mistake.backward:  # it was read from the numbers
+        again = [o for o in map(trial.run, more) if o.status == "wrong" and o.wrong_outputs]
+        codes = [[each.code for each in causes_of(_numbers(o))] for o in again]
+        return None if any(mistake.code not in each for each in codes) else len(again) > 1
+    passed = [
+        o for o in outcomes
+        if o.relation == "accuracy" and o.status in ("right", "imprecise") and o.answers and o.case.scores <= _SMALL
+        and o.case.kv_len > FEW and o.case.dtype == first.case.dtype
+    ]  # fmt: skip
+    passed.sort(key=lambda o: (len(o.case.options & first.case.options), -o.case.scores))
+    spread = list({(o.case.options, o.case.values, o.case.group): o for o in passed}.values())[-_PASSED:]
+    wrong, kinds = 0, set()
+    for o in [*explained, *(trial.run(case) for case in more), *spread]:
+        found = foretold(_numbers(o), mistake) if o.answers and o.status in ("right", "imprecise", "wrong") else None
+        if found == "refuted":
+            return None
+        if found is not None:
+            kinds.add(o.case.values)
+            wrong += found == "wrong"
+    return None if not wrong else wrong > 1 and len(kinds) > 1
 
 
 def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], simple: Sequence[Outcome]) -> None:
@@ -361,26 +441,6 @@ def _numbers(o: Outcome) -> WrongNumbers:
     return WrongNumbers(o.case, values.draw(o.case), top_left, o.answers, o.limits, o.wrong_outputs)
 
 
-def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
-    """If the function is right on normal values, return the mistakes that predict no error there, or if there are none,
-    all mistakes except those of the scale. Otherwise return all of `hits`.
-    """
-    codes = {mistake.code for mistake in hits}
-    if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":
-        return hits
-    normal = trial.run(replace(o.case, values="normal"))
-    if normal.status not in ("right", "imprecise"):
-        return hits
-    right = _numbers(normal)
-    kept = []
-    for mistake in hits:
-        theirs = right.with_mistake(mistake, bool(mistake.backward))
-        names = [n for n in OUTPUTS if n in theirs and n in normal.answers and n in normal.limits]
-        if all(excess(right, n, theirs[n]) <= 3 for n in names):
-            kept.append(mistake)
-    return kept or [mistake for mistake in hits if mistake.code != "scale"]
-
-
 def _alike(o: Outcome, other: Outcome) -> bool:
     return (
         o.case.options == other.case.options
@@ -400,105 +460,3 @@ def _representative(numbers: Sequence[Outcome]) -> list[Outcome]:
     chosen = list(kept.values())
     chosen.sort(key=lambda o: (len(o.case.options) + (o.case.values != "normal"), o.case.dtype != "float32"))
     return chosen[:_TRIED]
-
-
-_Feature = tuple[str, Callable[[Case], bool], str, str]
-_FEATURES: tuple[_Feature, ...] = (
-    ("sentinel", lambda c: c.values.startswith("low"), "all scores are below -5e4", "start the running maximum at -inf; a finite sentinel is above such scores"),
-    ("no-maximum", lambda c: c.values.startswith(("high", "neg", "low")), "all scores are far from 0", "subtract the running maximum before exp"),
-    ("no-maximum", lambda c: c.values.startswith("high"), "scores are above 88", "subtract the running maximum before exp"),
-    ("clamped-exponent", lambda c: c.values.startswith("gap"), "scores are 12 to 80 below the largest", "do not clamp exponents, nor skip small weights"),
-    ("missing-rescale", lambda c: c.values.startswith(("rising", "lastmax")), "the maximum rises from tile to tile", "rescale sum and accumulator when the maximum rises"),
-    ("low-precision", lambda c: c.values.startswith(("massive", "offset", "flat")), "values are large or have one sign", "keep scores, sums and accumulators in float32"),
-    ("low-precision-sum", lambda c: c.values == "flat", "many numbers of one sign are summed", "accumulate in float32"),
-    ("low-precision-scores", lambda c: c.values in ("massive", "low", "neg", "high", "sharp"), "scores are large", "keep scores in float32"),
-    ("cancellation", lambda c: c.values == "offset", "v and do have a large constant part", "keep o, delta and sums in float32"),
-    ("ties", lambda c: c.values in ("ties", "dup"), "keys are equal", "treat equal scores alike"),
-    ("mask-leak", lambda c: c.values == "unseen", "hidden keys are large", "hide keys before the maximum, with -inf"),
-    ("key-limit", lambda c: c.kv_len > 16384, "there are more than 16,384 keys", "check the width of indices and limits of the loop"),
-    ("key-limit", lambda c: c.kv_len > 4096, "there are more than 4,096 keys", "check the width of indices and limits of the loop"),
-    ("key-limit", lambda c: c.kv_len > 1024, "there are more than 1,024 keys", "check the width of indices and limits of the loop"),
-    ("query-limit", lambda c: c.q_len > 1024, "there are more than 1,024 queries", "check the grid's size"),
-    ("grid-limit", lambda c: c.batch * c.q_heads > 65535, "there are more than 65,535 programs", "a grid's second and third dimension end at 65,535: use the first"),
-    ("heads", lambda c: c.q_heads > 64, "there are more than 64 heads", "check limits of heads"),
-    ("group", lambda c: c.group > 1, "query heads share key heads", "query head h uses key head h // (Hq / Hk); dk and dv are sums over a group"),
-    ("batch", lambda c: c.batch > 1, "there are several sequences", "check the batch strides"),
-    ("head-dim", lambda c: c.head_dim & (c.head_dim - 1) != 0, "D is no power of 2", "pad D, and mask loads and stores"),
-    ("head-dim", lambda c: c.head_dim >= 128, "D is 128", "check the tile's sizes for this D"),
-    ("value-dim", lambda c: c.head_dim != c.value_dim, "Dv is not D", "use Dv for v and o"),
-    ("key-tail", lambda c: c.kv_len % 64 != 0, "the number of keys is no multiple of 64", "mask the last tile of keys"),
-    ("key-tail", lambda c: c.kv_len % 16 != 0, "the number of keys is no multiple of 16", "mask the last tile of keys"),
-    ("whole-tiles", lambda c: c.kv_len % 64 == 0, "the number of keys is a multiple of 64", "check the end of the loop over keys"),
-    ("query-tail", lambda c: c.q_len % 64 != 0, "the number of queries is no multiple of 64", "mask the last tile of queries"),
-    ("one-query", lambda c: c.q_len == 1, "there is one query", "check the path for decoding"),
-    ("one-key", lambda c: c.kv_len == 1, "there is one key", "check the last tile"),
-    ("empty-rows", lambda c: c.causal and c.q_len > c.kv_len, "rows see no key", "write 0 for rows without keys, in o and in gradients"),
-    ("causal-lengths", lambda c: c.causal and c.q_len != c.kv_len, "a causal mask has other lengths of keys and queries", "the offset of the diagonal is Sk - Sq"),
-    ("causal", lambda c: c.causal, "the mask is causal", "check the mask, and which tiles are skipped"),
-    ("window", lambda c: c.window != (-1, -1), "a window is given", "check both sides of the window, and which tiles are skipped"),
-    ("softcap", lambda c: c.softcap > 0, "a softcap is given", "s = softcap · tanh(s / softcap), before the mask; its derivative is 1 - tanh²"),
-    ("scale", lambda c: c.scale is not None, "a scale is given", "use the given scale in forward and backward"),
-    ("mask", lambda c: bool(c.mask), "attn_mask is given", "add it after the scale; check its strides"),
-    ("alibi", lambda c: "alibi_slopes" in c.extras, "alibi_slopes are given", "subtract slope · |i + offset - j|"),
-    ("sinks", lambda c: "sinks" in c.extras, "sinks are given", "add exp(sink) to the sum of weights"),
-    ("lengths", lambda c: "kv_lengths" in c.extras, "kv_lengths are given", "hide keys beyond each sequence's length"),
-    ("half-types", lambda c: c.dtype != "float32", "the data type has 16 bits", "keep scores, sums and accumulators in float32"),
-    ("bfloat16", lambda c: c.dtype == "bfloat16", "the data type is bfloat16", "keep scores, sums and accumulators in float32"),
-    ("float16", lambda c: c.dtype == "float16", "the data type is float16", "float16 ends at 65,504: keep scores and sums in float32"),
-    ("float32", lambda c: c.dtype == "float32", "the data type is float32", "its bound is the narrowest: compare the smallest failing case with float64, tile by tile"),
-)  # fmt: skip
-
-
-def _pattern(left: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause:
-    """Describe failures by the cases that fail and by the positions of wrong elements."""
-    known = [o for o in outcomes if o.relation == "accuracy" and o.excess]
-    hit = [o for o in left if o.relation == "accuracy"] or list(left)
-    wanted = {id(o) for o in hit}
-    best = (0.0, "unknown", "", "compare the numbers of the smallest failing case with float64, tile by tile")
-    pairs = [(f,) for f in _FEATURES] + [
-        (f, g) for n, f in enumerate(_FEATURES) for g in _FEATURES[n + 1 :] if f[0] != g[0]
-    ]
-    for features in pairs:
-        having = [o for o in known if all(f[1](o.case) for f in features)]
-        inside = sum(id(o) in wanted for o in having)
-        if inside < 0.9 * len(hit) or not having:
-            continue
-        score = 2 * inside / (len(having) + len(hit)) - 0.05 * (len(features) - 1)
-        if score > best[0]:
-            best = (score, features[0][0], " and ".join(f[2] for f in features), features[0][3])
-    outputs = sorted({n for o in hit for n in o.wrong_outputs}, key=list(OUTPUTS).index)
-    first = min(hit, key=lambda o: o.case.scores)
-    what = f"{', '.join(outputs) or 'the answer'} {'are' if len(outputs) > 1 else 'is'} wrong"
-    condition = f" where {best[2]}" if best[0] > 0.55 and best[2] else ""
-    code = best[1] if condition else "unknown"
-    if outputs and all(n.startswith("d") for n in outputs) and condition:
-        code = f"gradient-{code}"
-    text = f"{what}{condition}"
-    advice = best[3] if condition else "compare the smallest failing case with float64, tile by tile"
-    if (noise := _noise(hit)) is not None:
-        code, advice = "low-precision", "keep scores, weights, sums and accumulators in float32"
-        text += f" by about {noise:.1e} of the largest value: like rounding to few bits"
-    elif where := _where(first):
-        text += f"; in the smallest case: {where}"
-    return Cause(code, text, advice, False, len(left))
-
-
-def _where(o: Outcome) -> str:
-    if not o.wrong_outputs or o.call.signature.ragged:
-        return ""
-    name = o.wrong_outputs[0]
-    wrong = o.limits[name].excess(o.answers[name], o.dtype_of(name))[1] > 1
-    return f"{name}: {places.where(wrong, name)}"
-
-
-def _noise(hit: Sequence[Outcome]) -> float | None:
-    """Return the size of errors if they look like rounding (small, in all elements, of both signs), else None."""
-    sizes = []
-    for o in hit:
-        for name in o.wrong_outputs:
-            off = (o.answers[name].double() - o.limits[name].value).flatten()
-            largest = float(o.limits[name].value.abs().nan_to_num(0, 0, 0).max())
-            if not bool(off.isfinite().all()) or not largest:
-                return None
-            sizes.append(float(off.abs().max()) / largest)
-    return max(sizes) if sizes and max(sizes) < 0.02 else None

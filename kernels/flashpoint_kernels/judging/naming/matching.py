@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
-from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.cases import Case
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.naming import mutants
 from flashpoint_kernels.judging.naming.catalogue import TILES, known, of_gradients
@@ -39,8 +40,9 @@ def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]
     """Return the mistakes that explain the wrong numbers; try those in `earlier`, found in other cases, first."""
     if w.case.kv_len <= FEW:
         return []
-    forward = "o" in w.names or "lse" in w.names
-    kinds = [known] if forward else [of_gradients, known]
+    if "o" not in w.names and "lse" in w.names:  # a mistake of o would show in o
+        return [direct] if (direct := of_the_numbers(w)) is not None else []
+    kinds = [known] if "o" in w.names else [of_gradients]
     texts = {(mistake.code, mistake.text.partition(" (in ")[0]) for mistake in earlier}
     hits: list[Mistake] = []
     if texts:
@@ -144,7 +146,7 @@ def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
 def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
     """Yield the mistakes that reproduce the wrong numbers."""
     wrong_names = w.names
-    names: list[str] = [n for n in OUTPUTS[:2] if n in wrong_names] or [n for n in wrong_names if n.startswith("d")]
+    names: list[str] = ["o"] if "o" in wrong_names else [n for n in wrong_names if n.startswith("d")]
     for mistake in mistakes:
         gradients = names[0].startswith("d")
         try:
@@ -161,6 +163,45 @@ def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
             yield mistake
         elif mistake.backward:
             yield replace(mistake, text=f"{mistake.text} (in {', '.join(names)} alone)")
+
+
+def foretold(w: WrongNumbers, mistake: Mistake) -> Literal["wrong", "right", "refuted"] | None:
+    """Compare the answers of one case with what a mistake predicts for it, element by element.
+
+    Return `wrong` if the wrong elements, and no others, have the predicted values; `right` if none is wrong, and none
+    predicted to be; `refuted` if the answers are right, but the mistake predicts an error; None if the mistake cannot
+    occur in the case, or gives other numbers.
+    """
+    text, _, alone = mistake.text.partition(" (in ")
+    listed = known(w.case) if mistake.forward else of_gradients(w.case)
+    same = next((each for each in listed if (each.code, each.text) == (mistake.code, text)), None)
+    if same is None and mistake.code == "scale" and mistake.forward:
+        same = mistake if w.case.scale is None and not w.case.softcap else None
+    if same is None:
+        return None
+    try:
+        theirs = w.with_mistake(same, bool(same.backward))
+    except (IndexError, RuntimeError):
+        return None
+    names = ["o"] if same.forward else [n for n in ("dq", "dk", "dv") if not alone or n in alone]
+    found: Literal["wrong", "right"] = "right"
+    for name in (n for n in names if n in theirs and n in w.answers and n in w.limits):
+        answer, limits, their = w.answers[name].double(), w.limits[name], theirs[name]
+        if their.shape != answer.shape:
+            return None
+        wrong = limits.excess(w.answers[name], w.case.dtype)[1] > 1
+        predicted = limits.excess(their.to(w.answers[name].dtype), w.case.dtype)[1]
+        if not bool(wrong.any()):
+            if bool((predicted > 3).any()):
+                return None if w.names else "refuted"
+            continue
+        low = mistake.code.startswith("low-precision") or mistake.code == "tf32"
+        near = (0.5 if low else 0.1) * (answer - limits.value).abs() + 2 * limits.allowed
+        alike = ((answer - their).abs() <= near) | (~answer.isfinite() & ~their.isfinite())
+        if float(alike[wrong].double().mean()) < 0.95 or float((predicted > 3)[~wrong].double().mean()) > 0.02:
+            return None
+        found = "wrong"
+    return found
 
 
 def excess(w: WrongNumbers, name: str, theirs: Tensor) -> float:
