@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
-import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -250,6 +248,11 @@ class _Judgement:
         listed = [reseeded(case, self.seed) for case in dict.fromkeys(map(self.trial.signature.fit, listed))]
         return listed, not only
 
+    def arguments(self) -> list[str]:
+        """Return the arguments of the command line that repeat the whole judgement."""
+        parts = ["--seed", str(self.seed), *(["--quick"] if self.quick else [])]
+        return parts + (["--dtype", self.dtypes[0]] if len(self.dtypes) == 1 else [])
+
     def skip(self, what: str, reason: str, count: int = 1) -> None:
         self.not_run[what, reason] = self.not_run.get((what, reason), 0) + count
 
@@ -466,7 +469,7 @@ class _Judgement:
             causes=tuple(named), properties=tuple(properties),
             refused=tuple(NotJudged(what, reason, n) for what, (reason, n) in refused.items()),
             not_run=tuple(NotJudged(what, reason, n) for (what, reason), n in self.not_run.items()), race=self.race,
-            smallest=None if smallest is None else smallest.failure(), command=self.command(smallest),
+            smallest=None if smallest is None else smallest.failure(), command=shrinking.command(trial, smallest, self.name, self.arguments(), guessed=self.find_layout),
             failed=len(failed), saved=str(save) if save is not None and smallest is not None else None,
         )  # fmt: skip
 
@@ -487,33 +490,6 @@ class _Judgement:
             Property(name, "not tested", "it was not tested", required=True)
             for name in self.require if name not in {p.name for p in properties}
         ]  # fmt: skip
-
-    def command(self, smallest: Outcome | None) -> str | None:
-        """Return the command that repeats a failure: its call, if that fails in a new process, else the judgement."""
-        if smallest is None or ":" not in self.name or "<" in self.name:
-            return None
-        signature = self.trial.signature
-        parts = ["flashpoint", "verify", "--kernel", self.name]
-        if self.alone(smallest):
-            fields = {n: v for n, v in smallest.fields.items() if n != "layout"}
-            parts += ["--case", json.dumps(fields, separators=(",", ":"))]
-        else:
-            parts += ["--seed", str(self.seed), *(["--quick"] if self.quick else [])]
-            parts += ["--dtype", self.dtypes[0]] if len(self.dtypes) == 1 else []
-        if not signature.ragged and self.find_layout:
-            parts += ["--layout", signature.layout]
-        if self.trial.precision != "ieee":
-            parts += ["--precision", self.trial.precision]
-        return shlex.join(parts)
-
-    def alone(self, smallest: Outcome) -> bool:
-        """Return whether a call fails as the first one of a new process."""
-        if smallest.status == "ended" or smallest.mode is None:
-            return smallest.status == "ended"
-        with contextlib.suppress(StopError, EndedError):
-            self.trial.worker.start()
-            return self.trial.run(smallest.case, **smallest.mode).failed
-        return False
 
 
 def _versions() -> dict[str, str]:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flashpoint_contract.wording.hints import meant
 from flashpoint_kernels.judging import child
-from flashpoint_kernels.judging.answers import Answers, listed, viewed
+from flashpoint_kernels.judging.exact.answers import Answers, listed, viewed
 
 _TAIL = 1 << 12  # bytes of the function's output, from its end, that are read after a crash
 _OUTPUT = 1 << 24  # largest number of bytes of the function's output that are kept

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +15,7 @@ from flashpoint_contract import wire
 from flashpoint_contract.judging import Failure
 from flashpoint_contract.options import OPTIONS
 from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 
@@ -159,3 +163,33 @@ def spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
         if counts[outcome.relation] <= (MOST if outcome.relation == "accuracy" else 3):
             kept.append(outcome)
     return tuple(o.failure() for o in kept[:MOST])
+
+
+def command(trial: Trial, smallest: Outcome | None, name: str, whole: list[str], *, guessed: bool) -> str | None:
+    """Return the command that repeats a failure: its call, if that fails in a new process, or else all, with `whole`.
+
+    `guessed`: the layout was found by trial.
+    """
+    if smallest is None or ":" not in name or "<" in name:
+        return None
+    parts = ["flashpoint", "verify", "--kernel", name]
+    if _alone(trial, smallest):
+        fields = {n: v for n, v in smallest.fields.items() if n != "layout"}
+        parts += ["--case", json.dumps(fields, separators=(",", ":"))]
+    else:
+        parts += whole
+    if not trial.signature.ragged and guessed:
+        parts += ["--layout", trial.signature.layout]
+    if trial.precision != "ieee":
+        parts += ["--precision", trial.precision]
+    return shlex.join(parts)
+
+
+def _alone(trial: Trial, smallest: Outcome) -> bool:
+    """Return whether a call fails as the first one of a new process."""
+    if smallest.status == "ended" or smallest.mode is None:
+        return smallest.status == "ended"
+    with contextlib.suppress(StopError, EndedError):
+        trial.worker.start()
+        return trial.run(smallest.case, **smallest.mode).failed
+    return False

@@ -78,8 +78,8 @@ class Answers:
     answer cannot be judged; `state`: changed settings of the process; `changed`: inputs; `overwritten`: answers of
     earlier calls; `overwritten_by_second`: gradients that a second backward changed; `aliases`: pairs of an answer and
     the input, or earlier answer, whose memory it shares; `grad`, `lse_grad`: whether o and lse have a gradient;
-    `unused`: inputs without one; `seconds`. Of repeated calls: `calls`, and how often the bits of the `forward` and of
-    a `gradient` differed.
+    `unused`: inputs without one; `seconds`. Repeated calls have `calls`, and how often the bits of the `forward` and
+    of a `gradient` differed.
     """
 
     def __init__(self, device: str, settings: list[str]) -> None:
