@@ -454,6 +454,7 @@ class _Judgement:
         verdict: Verdict = (
             "wrong" if failed else "not judged" if not answered else "imprecise" if imprecise else "right"
         )
+        again = shrinking.command(trial, smallest, self.name, self.arguments(), guessed=self.find_layout)
         spent = clock.spent
         return Report(
             function=self.name, signature=trial.signature.style,
@@ -469,7 +470,7 @@ class _Judgement:
             causes=tuple(named), properties=tuple(properties),
             refused=tuple(NotJudged(what, reason, n) for what, (reason, n) in refused.items()),
             not_run=tuple(NotJudged(what, reason, n) for (what, reason), n in self.not_run.items()), race=self.race,
-            smallest=None if smallest is None else smallest.failure(), command=shrinking.command(trial, smallest, self.name, self.arguments(), guessed=self.find_layout),
+            smallest=None if smallest is None else smallest.failure(), command=again,
             failed=len(failed), saved=str(save) if save is not None and smallest is not None else None,
         )  # fmt: skip
 

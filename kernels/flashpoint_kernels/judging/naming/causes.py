@@ -134,20 +134,14 @@ def _beyond_accuracy(
         code, _, advice = _OF_RELATION[relation]
         yield cause(code, f"{relation}: {raised[0].text}", advice), raised
     elif raised:
-        yield (
-            cause("exception", raised[0].text, "support the case, or refuse it everywhere with a clear exception"),
-            raised,
-        )
+        advice = "support the case, or refuse it everywhere with a clear exception"
+        yield cause("exception", raised[0].text, advice), raised
     shaped = [o for o in failed if "has shape" in o.text or "must be" in o.text or "it returned" in o.text]
     if shaped:
         numpy = "ndarray" in shaped[0].text
-        advice = "return torch.from_numpy(o), or judge a file that flashpoint.save_case writes"
-        yield (
-            cause(
-                "answer-form", shaped[0].text, advice if numpy else "o has q's type and shape, but v's last dimension"
-            ),
-            shaped,
-        )
+        advice = "o has q's type and shape, but v's last dimension"
+        advice = "return torch.from_numpy(o), or judge a file that flashpoint.save_case writes" if numpy else advice
+        yield cause("answer-form", shaped[0].text, advice), shaped
     repeated = [
         o for o in failed if o.relation == "repeated calls" and ("equal" in o.text or "bits of the forward" in o.text)
     ]
@@ -169,33 +163,20 @@ def _beyond_accuracy(
     elif numbers and not steady:
         firsts = _first(outcomes)
         if all(o in firsts for o in numbers):
-            yield (
-                cause(
-                    "first-call",
-                    "the first call is wrong, and the same call later is right",
-                    "do not return what a warm-up or autotuning has left",
-                ),
-                numbers,
+            text, advice = (
+                "the first call is wrong, and the same call later is right",
+                "discard what autotuning has left",
             )
+            yield cause("first-call", text, advice), numbers
         elif any(_same_as_earlier(o, outcomes) for o in numbers):
-            yield (
-                cause("replay", "the answer of an earlier call is returned", "do not cache by address or shape"),
-                numbers,
-            )
+            text, advice = "the answer of an earlier call is returned", "do not cache by address or shape"
+            yield cause("replay", text, advice), numbers
         else:
-            text = (
-                "the same call is wrong in one place of the order, and right in another"
-                if changing
-                else "a wrong answer was not repeated: a race, or state that is kept between calls"
-            )
-            yield (
-                cause(
-                    "state" if changing else "race",
-                    text,
-                    "do not keep buffers between calls without clearing them; look for a missing barrier",
-                ),
-                numbers,
-            )
+            code, text = "state", "the same call is wrong in one place of the order, and right in another"
+            if not changing:
+                code, text = "race", "a wrong answer was not repeated: a race, or state that is kept between calls"
+            advice = "do not keep buffers between calls without clearing them; look for a missing barrier"
+            yield cause(code, text, advice), numbers
     elif numbers and any(_same_as_earlier(o, outcomes) for o in numbers):
         yield cause("replay", "the answer of an earlier call is returned", "do not cache by address or shape"), numbers
     # Skip a wrong answer in a test of a relation if plain calls with this data type and `causal` are also wrong.
@@ -218,35 +199,18 @@ def _beyond_accuracy(
         if relation != "repeated calls" and (*plain, grads) in inaccurate:
             continue
         if relation.startswith("a gradient of ") and relation.endswith("alone"):
-            yield (
-                cause(
-                    "needs-input-grad",
-                    f"the gradient is wrong if one input alone wants it: {relation}",
-                    "return each gradient in its own place, whatever ctx.needs_input_grad says",
-                ),
-                [x for x in failed if x.relation.endswith("alone")],
-            )
+            text = f"the gradient is wrong if one input alone wants it: {relation}"
+            advice = "return each gradient in its own place, whatever ctx.needs_input_grad says"
+            yield cause("needs-input-grad", text, advice), [x for x in failed if x.relation.endswith("alone")]
         if relation == "repeated calls" and not repeated:
-            text = "with" if grads else "without"
-            yield (
-                cause(
-                    "grad-mode",
-                    f"the answer is wrong {text} gradients wanted",
-                    "one function must give the same o with and without autograd",
-                ),
-                [x for x in failed if x.wrong_outputs and bool(x.request.get("leaves")) == grads],
-            )
+            text = f"the answer is wrong {'with' if grads else 'without'} gradients wanted"
+            advice = "one function must give the same o with and without autograd"
+            alike = [x for x in failed if x.wrong_outputs and bool(x.request.get("leaves")) == grads]
+            yield cause("grad-mode", text, advice), alike
         if relation in _OF_RELATION:
             code, text, advice = _OF_RELATION[relation]
-            yield (
-                cause(code, text, advice),
-                [
-                    x
-                    for x in failed
-                    if x.relation.partition(" (")[0] in _OF_RELATION
-                    and _OF_RELATION[x.relation.partition(" (")[0]][0] == code
-                ],
-            )
+            alike = [x for x in failed if _OF_RELATION.get(x.relation.partition(" (")[0], ("",))[0] == code]
+            yield cause(code, text, advice), alike
 
 
 def _reads_beyond(trial: Trial, o: Outcome) -> bool:

@@ -250,28 +250,21 @@ def of_the_numbers(w: WrongNumbers) -> Mistake | None:
         if near(a * math.log(2)):
             return Mistake("lse-base-2", "lse is in base 2", "multiply it by ln 2")
         if near(-a):
-            return Mistake(
-                "lse-sign", "lse has the wrong sign", "return the natural logarithm of the sum, plus the maximum"
-            )
+            return Mistake("lse-sign", "lse has the wrong sign",
+                "return the natural logarithm of the sum, plus the maximum")  # fmt: skip
         shift = a - e
         if (
             e.numel() > 1
             and float(shift.std()) < 1e-3 * max(1.0, float(shift.abs().mean()))
             and float(shift.abs().mean()) > 1e-2
         ):
-            return Mistake(
-                "lse-shift",
-                f"lse is off by {float(shift.mean()):.4g} everywhere",
-                "return the natural logarithm of the sum, plus the maximum",
-            )
+            return Mistake("lse-shift", f"lse is off by {float(shift.mean()):.4g} everywhere",
+                "return the natural logarithm of the sum, plus the maximum")  # fmt: skip
         scale = w.case.head_dim**-0.5 if w.case.scale is None else w.case.scale
         for factor, what in ((scale, "the scale is applied to it"), (1 / scale, "it lacks the scale")):
             if near(a / factor):
-                return Mistake(
-                    "lse-scale",
-                    f"lse is off by a factor: {what}",
-                    "return the natural logarithm of the sum, plus the maximum",
-                )
+                return Mistake("lse-scale", f"lse is off by a factor: {what}",
+                    "return the natural logarithm of the sum, plus the maximum")  # fmt: skip
     if answer.ndim == 4 and name == "o" and answer.shape[1] != answer.shape[2]:
         turned = exact.transpose(1, 2).reshape(answer.shape)
         told = largest and bool((exact - turned).abs().max() > 0.1 * largest)
@@ -284,9 +277,6 @@ def of_the_numbers(w: WrongNumbers) -> Mistake | None:
     if factor and abs(factor - 1) > 2e-3 and near(a / factor) and name.startswith("d") and len(w.names) == 1:
         scale = w.case.head_dim**-0.5 if w.case.scale is None else w.case.scale
         why = ": the scale is missing" if math.isclose(factor, 1 / scale, rel_tol=2e-3) else ""
-        return Mistake(
-            "gradient-factor",
-            f"{name} is {factor:.4g} times the right one{why}",
-            "ds is multiplied by the scale once, for dq and for dk; dv has none",
-        )
+        return Mistake("gradient-factor", f"{name} is {factor:.4g} times the right one{why}",
+            "ds is multiplied by the scale once, for dq and for dk; dv has none")  # fmt: skip
     return None
