@@ -197,7 +197,7 @@ class Report:
         if self.ok:
             lines.append(
                 f"not excluded: a function that counts more than {self.calls} calls, reads the clock for more than "
-                f"{self.seconds:.0f} s, or looks into /proc or its sockets; this is no sandbox"
+                f"{self.seconds:.0f} s, or looks into /proc, its limits or its sockets; this is no sandbox"
             )
         return [*lines, verdict]
 

@@ -1,9 +1,8 @@
 """Run functions on tensors that another process sends. This module is the program of that process: see `process`.
 
-It does not know what the answers are for, and imports torch alone. `process` sends its source to a new interpreter, so
-that a function finds no module, name, object or argument by which it could tell its caller from another program. A
-function may replace what it likes in torch: before its module is imported, this program binds what it needs as local
-names, and it reads answers from memory, not through operators.
+It imports torch alone. `process` sends its source to a new interpreter, so that a function finds no module, object or
+argument by which it could tell its caller from another program. A function may replace what it likes in torch: this
+program has bound what it needs as local names, and it reads answers from memory, not through operators.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
+import functools
 import gc
 import importlib
 import inspect
@@ -119,9 +119,18 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
     hashed, text_of = hash, told
     spaces = [(vars(each), [*vars(each)]) for each in (torch, torch.Tensor, torch.nn.functional, torch.autograd)]
     known = [tuple(map(space.get, names)) for space, names in spaces]
+    fill = functools.partial(torch.use_deterministic_algorithms, warn_only=True)  # torch.empty then gives NaN
+    changes: dict[str, Any] = {
+        "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "num_threads": (torch.get_num_threads, torch.set_num_threads),
+        "filled": (torch.are_deterministic_algorithms_enabled, fill),
+    }
     blocks: list[Any] = []
     earlier: list[list[Any]] = []
     compiled: list[Any] = []
+
+    def wait() -> None:
+        return synchronize() if cuda else None
 
     def view_of(at: int, count: int) -> Any:
         return (char * count).from_address(at) if count else b""
@@ -208,18 +217,14 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
 
     def contexts(modes: Mapping[str, Any]) -> Any:
         stack = contextlib.ExitStack()
-        if "no_grad" in modes:
-            stack.enter_context(torch.no_grad())
-        if "inference_mode" in modes:
-            stack.enter_context(torch.inference_mode())
+        for name in {"no_grad", "inference_mode"} & modes.keys():
+            stack.enter_context(getattr(torch, name)())
         if "autocast" in modes:
             stack.enter_context(torch.autocast(device.type, types[modes["autocast"]]))
-        if "default_dtype" in modes:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(types[modes["default_dtype"]])
-        if "filled" in modes:  # torch.empty fills memory with NaN in torch's deterministic mode
-            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-            torch.use_deterministic_algorithms(True, warn_only=True)
+        for name, (now, change) in changes.items():
+            if name in modes:
+                stack.callback(change, now())
+                change(types.get(modes[name], modes[name]))
         if "stream" in modes and cuda:
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
@@ -311,10 +316,6 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
                 reply(["fact", n, "grad_error", text_of(error)])
         return answers
 
-    def wait() -> None:
-        if cuda:
-            synchronize()
-
     try:
         function = start()
     except BaseException as error:
@@ -343,20 +344,19 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
         except BaseException as error:  # after such an error, torch or this process may be unusable
             answers = []
             reply(["fact", 0, "error", text_of(error) | {"clear": False}])
-        spent = clock() - began
         try:
-            reply(["process", spent, settings(), before, generators()])
+            reply(["process", clock() - began, settings(), before, generators()])
             for n, block in enumerate(blocks):
                 show(["input", n], block)
             for n, kept in enumerate(earlier):
                 for i, t in enumerate(kept):
                     show(["earlier", n, i], t)
-            if keep and answers:
-                earlier[:] = [*earlier[1 - _KEPT :], answers]
-            reply(["end", bool(keep and answers)])
+            held = [answers] if keep and answers else []
+            earlier[:] = [*earlier, *held][-_KEPT:]
+            reply(["end", bool(held)])
         except BaseException as error:
             reply(["failed", text_of(error)])
-        del given, answers, calls, modes
+            reply(["end", False])
 
 
 def _limit_memory(device: str) -> None:

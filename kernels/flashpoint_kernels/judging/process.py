@@ -36,9 +36,18 @@ _TAIL = 1 << 12  # bytes of the function's output, from its end, that are read a
 _OUTPUT = 1 << 24  # largest number of bytes of the function's output that are kept
 _HEADER = 1 << 28  # largest header of a message; the function may write anything into the socket
 _DUMPABLE, _SET_DUMPABLE = 3, 4  # options of prctl
-_MODES = ("no_grad", "inference_mode", "autocast", "default_dtype", "compile", "stream", "threads")  # of the calls
+_MODES = (
+    "no_grad",
+    "inference_mode",
+    "autocast",
+    "default_dtype",
+    "compile",
+    "stream",
+    "threads",
+    "num_threads",
+)  # of the calls
 _FURTHER = ("twice", "second", "change")  # entries of a request that concern its backward
-_TOLD = ("PYTEST_", "COV_", "_=", "PYTHONPATH=")  # beginnings of variables that would tell who started a process
+_TOLD = ("PYTEST_", "COV_", "_=")  # beginnings of variables that would tell who started a process
 
 
 class EndedError(Exception):
@@ -258,8 +267,8 @@ class Worker:
 
         - `views`: memory forms of inputs by name, see `answers.viewed`; tensors that share memory keep sharing it.
           `reuse`: write the inputs into the memory of those of the call before.
-        - `no_grad`, `inference_mode`, `autocast` and `default_dtype` (names of types), `compile` (by torch.compile with
-          aot_eager), `poison` (NaN in memory that is not initialised), `stream`: how the function is called.
+        - `no_grad`, `inference_mode`, `autocast` and `default_dtype` (names of types), `num_threads`, `compile` (by
+          torch.compile with aot_eager), `poison` (NaN in memory that is not initialised), `stream`: how the function is called.
         - `dlse`: a gradient of lse is in `tensors`. `twice`: run the backward twice. `second`: names of tensors by
           gradient, {"dq": "ddq"}; differentiate once more. `change`: zero the inputs between forward and backward.
         - `calls`: a list of requests, in place of one; all forwards run before the first backward. `threads`: each
