@@ -24,8 +24,9 @@ PYTHON = re.compile(rf'^```python(?: title="([\w.]+)")?\n{BLOCK}```$', re.MULTIL
 # For each page, code that defines the names that its examples use but do not define.
 GIVEN = {"balancers": "import flashpoint; there = flashpoint.Client(); old = there.cache()"}
 # Lines with type errors that other packages cause: `grad` of torch and outputs of tritonclient have types that include
-# None, transformers uses a protocol, and the module `flash_attn` exists only after the example has called `install`.
-THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b|^from flash_attn\b")
+# None, transformers uses a protocol, Triton's launches take numbers for constexpr, and the module `flash_attn` exists
+# only after the example has called `install`.
+THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b|^from flash_attn\b|\[grid\]\(")
 MYPY = """\
 [mypy]
 check_untyped_defs = true

@@ -104,6 +104,5 @@ def show(report: Report, to: Console) -> None:
         "not run": "dim", "no race in": "dim",
     }  # fmt: skip
     for line in report.lines():
-        soft = line.startswith("repeat it")  # keep a command on one line, so that users can copy it
         style = next((style for start, style in styles.items() if line.startswith(start)), None)
-        to.print(line, style=style, markup=False, soft_wrap=soft)
+        to.print(line, style=style, markup=False, soft_wrap=True)  # a line of a report is one line of output

@@ -268,7 +268,7 @@ class Worker:
         - `views`: memory forms of inputs by name, see `answers.viewed`; tensors that share memory keep sharing it.
           `reuse`: write the inputs into the memory of those of the call before.
         - `no_grad`, `inference_mode`, `autocast` and `default_dtype` (names of types), `num_threads`, `compile` (by
-          torch.compile with aot_eager), `poison` (NaN in memory that is not initialised), `stream`: how the function is called.
+          torch.compile with aot_eager), `poison` (NaN in memory that is not initialised), `stream`: how it is called.
         - `dlse`: a gradient of lse is in `tensors`. `twice`: run the backward twice. `second`: names of tensors by
           gradient, {"dq": "ddq"}; differentiate once more. `change`: zero the inputs between forward and backward.
         - `calls`: a list of requests, in place of one; all forwards run before the first backward. `threads`: each

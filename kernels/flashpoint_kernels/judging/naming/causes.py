@@ -214,9 +214,10 @@ def _beyond_accuracy(
 
 
 def _reads_beyond(trial: Trial, o: Outcome) -> bool:
-    """Return whether a contiguous input at its usual address, with NaN behind it, is read wrongly."""
+    """Return whether a contiguous input at its usual address is read wrongly with NaN behind it, and only then."""
     views = dict.fromkeys(("q", "k", "v", "qkv", "kv"), "ended")
-    return trial.run(o.case, "memory behind the inputs", views=views, leaves=[]).status == "wrong"
+    usual, ended = (trial.run(o.case, "memory behind the inputs", views=each, leaves=[]) for each in ({}, views))
+    return usual.status in ("right", "imprecise") and ended.status == "wrong"
 
 
 def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause | None:
@@ -344,16 +345,17 @@ def _confirmed(
     first = min(explained, key=lambda o: o.case.scores)
     more = [replace(first.case, values=each) for each in ("normal", "sharp", "high") if each not in kinds]
     more += [replace(first.case, seed=first.case.seed + 1)]
-    if not mistake.forward and not mistake.backward:  # it was read from the numbers
+    if mistake.code == "scale" or not (mistake.forward or mistake.backward):  # it was read from the numbers
         again = [o for o in map(trial.run, more) if o.status == "wrong" and o.wrong_outputs]
         codes = [[each.code for each in causes_of(_numbers(o))] for o in again]
         return None if any(mistake.code not in each for each in codes) else len(again) > 1
+    options = {o.case.options for o in explained}  # with others, a kernel may take another path
     passed = [
         o for o in outcomes
         if o.relation == "accuracy" and o.status in ("right", "imprecise") and o.answers and o.case.scores <= _SMALL
-        and o.case.kv_len > FEW and o.case.dtype == first.case.dtype
+        and o.case.kv_len > FEW and o.case.dtype == first.case.dtype and o.case.options in options
     ]  # fmt: skip
-    passed.sort(key=lambda o: (len(o.case.options & first.case.options), -o.case.scores))
+    passed.sort(key=lambda o: -o.case.scores)
     spread = list({(o.case.options, o.case.values, o.case.group): o for o in passed}.values())[-_PASSED:]
     wrong, kinds = 0, set()
     for o in [*explained, *(trial.run(case) for case in more), *spread]:

@@ -175,8 +175,6 @@ def foretold(w: WrongNumbers, mistake: Mistake) -> Literal["wrong", "right", "re
     text, _, alone = mistake.text.partition(" (in ")
     listed = known(w.case) if mistake.forward else of_gradients(w.case)
     same = next((each for each in listed if (each.code, each.text) == (mistake.code, text)), None)
-    if same is None and mistake.code == "scale" and mistake.forward:
-        same = mistake if w.case.scale is None and not w.case.softcap else None
     if same is None:
         return None
     try:
