@@ -138,6 +138,7 @@ class _Server(uvicorn.Server):
                 if not files.refresh_certificate() or (certificate := files.contents.certificate) is None:
                     return
                 tls.load(self.config.ssl, certificate)
+                self._service.metrics.certificate(tls.expiry(certificate.cert))
                 if self._grpc is not None:
                     self._grpc.reload()
             except (OSError, ValueError) as error:
@@ -238,6 +239,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
     config.load()
     if (certificate := service.files.contents.certificate) is not None:
         config.ssl = tls.context(certificate)
+        service.metrics.certificate(tls.expiry(certificate.cert))
     server = _Server(config, app)
     server.run(sockets=[listener])
     if service.engine.failure:

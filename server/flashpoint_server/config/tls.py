@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from flashpoint_server.config.content import content
 
 # The ciphers of TLS 1.2 that have forward secrecy and authenticated encryption. All ciphers of TLS 1.3 have both.
+_PEM = re.compile(rb"-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----\s*(.*?)-----END", re.DOTALL)
+_VERSION, _UTC_TIME = 0xA0, 0x17  # tags of DER
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
@@ -64,6 +69,37 @@ def load(into: ssl.SSLContext, certificate: Certificate) -> None:
     """Load a certificate of `read` and its key into the context `into`, for new connections."""
     with _file(certificate.cert) as cert, _file(certificate.key or certificate.cert) as key:
         into.load_cert_chain(cert, key, _no_password)
+
+
+def expiry(cert: bytes) -> float:
+    """Return the Unix time at which the first of the certificates in a PEM file expires.
+
+    The ssl module shows no date of a certificate of our own, so this function reads the DER. RFC 5280, 4.1: a
+    certificate is a sequence that begins with one of version, serial number, algorithm, issuer and validity.
+    """
+    ends = []
+    for block in _PEM.findall(cert):
+        (_, certificate), *_ = _parts(base64.b64decode(block))
+        (_, signed), *_ = _parts(certificate)
+        _, _, _, (_, validity), *_ = [part for part in _parts(signed) if part[0] != _VERSION]
+        _, (kind, end) = _parts(validity)
+        text = end.decode("ascii")
+        if kind == _UTC_TIME:  # two digits of the year
+            text = ("20" if text < "5" else "19") + text
+        ends.append(datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp())
+    return min(ends)
+
+
+def _parts(der: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the tag and the content of each part of a DER sequence's content."""
+    at = 0
+    while at < len(der):
+        tag, size, at = der[at], der[at + 1], at + 2
+        if size & 0x80:  # the size follows in as many bytes
+            count = size & 0x7F
+            size, at = int.from_bytes(der[at : at + count]), at + count
+        yield tag, der[at : at + size]
+        at += size
 
 
 class _PasswordError(Exception):

@@ -23,6 +23,7 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.messages import AnswerVerified, DeviceInfo, Done, Holding
+from flashpoint_server.observability.memory import memory_metrics
 from flashpoint_server.observability.observed import build_info, used
 from flashpoint_server.observability.shared import SharedCollector, count_in
 from flashpoint_server.processes.counting import MULTIPROCESS
@@ -126,6 +127,10 @@ class Metrics(Listener):
             "staging_slots": gauge("staging_slots", "Staging memory slots in use", "livesum"),
         }
         self._ready = gauge("ready", "1 if the server accepts new work (GET /health/ready), else 0", "livemin")
+        self._certificate = gauge(
+            "certificate_expiry_timestamp_seconds",
+            "Unix time at which the first certificate of --tls-cert expires; 0 without TLS", "livemin",
+        )  # fmt: skip
         self._processes = gauge("process_id", "Process ids of the service's processes", "livemostrecent", "process")
         self._lag = histogram("loop_lag_seconds", "Seconds that a timer of the event loop was late", _LAGS)
         self._dropped = counter(
@@ -236,6 +241,10 @@ class Metrics(Listener):
         """Set whether this process accepts new work."""
         self._ready.set(ready)
 
+    def certificate(self, expiry: float) -> None:
+        """Set the Unix time at which the certificate in use expires."""
+        self._certificate.set(expiry)
+
     def lag(self, seconds: float) -> None:
         """Record how late a timer of the event loop was."""
         self._lag.observe(seconds)
@@ -254,14 +263,16 @@ class Metrics(Listener):
 
     def families(self) -> Iterable[Metric]:
         """Return the metrics of this process alone, as objects of prometheus_client."""
-        return itertools.chain(self.registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
+        return itertools.chain(
+            self.registry.collect(), [build_info(None)], memory_metrics(), used({"http-0": os.getpid()})
+        )
 
     def exposition(self, device: DeviceInfo | None) -> bytes:
         """Return the metrics of all processes in Prometheus' text format."""
         counted = list(self.everywhere().collect())
         ids = (sample for family in counted if family.name == _PROCESS_ID for sample in family.samples)
         processes = {sample.labels["process"]: int(sample.value) for sample in ids if sample.value}
-        return generate_latest(_Collected([*counted, build_info(device), *used(processes)]))
+        return generate_latest(_Collected([*counted, build_info(device), *memory_metrics(), *used(processes)]))
 
     def everywhere(self) -> CollectorRegistry:
         """Return a registry with the counts of all HTTP processes."""

@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import socket
 import ssl
+import subprocess
+import time
 
 import grpc
 import numpy as np
@@ -19,6 +22,7 @@ from pydantic import ValidationError
 import flashpoint
 from flashpoint.cli import main
 from flashpoint_server import Settings
+from flashpoint_server.config import tls
 from tests.support.authority import Authority
 from tests.support.messages import SAFETENSORS, message, reply
 from tests.support.servers import wait_for
@@ -233,6 +237,30 @@ def certificates_loaded(server):
     return len([line for line in server.lines if line["event"] == "certificate loaded"])
 
 
+def end_of(file):
+    """Return the Unix time at which a certificate ends, as openssl shows it, in whole days from now."""
+    shown = subprocess.run(["openssl", "x509", "-noout", "-enddate", "-in", file], capture_output=True, text=True)
+    return round((ssl.cert_time_to_seconds(shown.stdout.strip().removeprefix("notAfter=")) - time.time()) / 86400)
+
+
+def expiry_shown(server, authority):
+    """Return the end of the certificate in the metrics, in whole days from now."""
+    with connected(server, trusting(authority)) as connection:
+        connection.request("GET", "/metrics", headers=HEADERS)
+        text = connection.getresponse().read().decode()
+    (value,) = re.findall(r"^flashpoint_certificate_expiry_timestamp_seconds (\S+)$", text, re.MULTILINE)
+    return round((float(value) - time.time()) / 86400)
+
+
+@pytest.mark.parametrize("days", [1, 365 * 20, 365 * 40])  # from 2050 on, the date has four digits of the year
+def test_the_first_end_of_a_chain_is_read(authority, days):
+    cert, _ = authority.give(f"for-{days}", days=days)
+    chain = cert.read_bytes() + authority.file.read_bytes()  # the authority's certificate is valid for two days
+    shown = subprocess.run(["openssl", "x509", "-noout", "-enddate", "-in", cert], capture_output=True, text=True)
+    assert tls.expiry(cert.read_bytes()) == ssl.cert_time_to_seconds(shown.stdout.strip().removeprefix("notAfter="))
+    assert tls.expiry(chain) == min(tls.expiry(cert.read_bytes()), tls.expiry(authority.file.read_bytes()))
+
+
 def test_a_new_certificate_is_shown_after_sighup(server, authority):
     def shown():
         """Check that HTTP and gRPC have the same server certificate, and return its serial number."""
@@ -255,9 +283,11 @@ def test_a_new_certificate_is_shown_after_sighup(server, authority):
         server.process.send_signal(1)
         server.wait_for_line(lambda line, why=why: line["event"] == "certificate kept" and why in line["error"])
         assert shown() == before
-    authority.give("server")
+    assert expiry_shown(server, authority) == end_of(cert.with_name("caller.pem"))  # all are valid for two days
+    authority.give("server", days=30)
     server.process.send_signal(1)
     server.wait_for_line(lambda line: line["event"] == "certificate loaded")
+    assert expiry_shown(server, authority) == end_of(authority.where / "server.pem")
     second = shown()
     assert second != before
     seen = certificates_loaded(server)
