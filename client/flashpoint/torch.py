@@ -69,6 +69,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
 
     Returns:
         o (B, Hq, Sq, Dv) on q's device, in its dtype. With `return_lse` (o, lse), lse float32 (B, Hq, Sq). With
+        `return_key_weights` key_weights last, float32 (B, Hq, Sk), which has no gradient. With
         `with_meta` (that, `Meta`), or (that, list of `sharded.Part`) with a list of clients.
     """
     if of_caches := [name for name in CACHE_OPTIONS if name in keywords]:
@@ -95,7 +96,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
     if without := sorted(requiring - _DIFFERENTIABLE):
         raise invalid(without[0], "has no gradient: detach it")
     return_lse, with_meta = given.pop("return_lse", False), given.pop("with_meta", False)
-    call, tensors = Served.of(client, save, given)
-    o, lse = Attention.apply(call, seed, *tensors)  # type: ignore[no-untyped-call]
-    result = (o, lse) if return_lse else o
+    weighs = given.pop("return_key_weights", False)
+    call, tensors = Served.of(client, save, given, weighs)
+    o, lse, *weights = Attention.apply(call, seed, *tensors)  # type: ignore[no-untyped-call]
+    result = (o, *((lse,) if return_lse else ()), *weights) if return_lse or weights else o
     return (result, call.meta) if with_meta else result

@@ -194,6 +194,7 @@ def _row(default: Any, kind: Kind, text: str, example: Any, **more: Any) -> Any:
     return field(default=default, metadata={"row": Option(kind, text, example, **more)})
 
 
+_NO_PLACE = "has no place in the Open Inference Protocol's models: use POST /attention"
 GRADS: tuple[Grad, ...] = ("dq", "dk", "dv", "dattn_mask", "dsinks")
 
 
@@ -218,6 +219,8 @@ class Options:
             the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
         precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
         return_lse: Also return lse, the natural logarithm of the softmax's denominator. Default: False.
+        return_key_weights: Also return key_weights, (B, Hq, Sk) float32: the sum over the queries of each key's
+            probability, before dropout; (Hq, Tk) in layout `thd`. It has no gradient. Default: False.
         grads: Gradients to return, in this order: some of `dq`, `dk`, `dv`, `dattn_mask` (of a float mask) and
             `dsinks`. Default: ("dq", "dk", "dv").
         deterministic: Gradients are bitwise equal from run to run. Default: True.
@@ -269,6 +272,16 @@ class Options:
         False, Flag(), "also return lse, the natural logarithm of the softmax's denominator",
         True, feature=Feature("lse", "lse"), direction="forward",
         refused={"cli": "flashpoint verify always checks lse"},
+    )  # fmt: skip
+    return_key_weights: bool = _row(
+        False, Flag(), "also return key_weights, the sum over the queries of each key's probability before dropout",
+        True, feature=Feature("key_weights", "key weights"), direction="forward",
+        refused={
+            "oip": _NO_PLACE, "grpc": _NO_PLACE, "jax": "has no gradient, but calls in JAX are differentiable",
+            "sharded": "needs the softmax over all keys, which a shard does not have",
+            "saved": "cannot be combined with save: key weights have no gradient",
+            "cli": "flashpoint verify judges o, lse and gradients",
+        },
     )  # fmt: skip
     grads: tuple[str, ...] = _row(
         GRADS[:3], Names(GRADS), "the gradients to return", ("dk",), direction="backward",

@@ -152,8 +152,12 @@ class Spec:
         """The name, dtype and shape of every answer tensor, in the layout and rank of the inputs."""
         if self.direction == "backward":
             return {name: info for name in self.options.grads if (info := self.tensors.get(name[1:])) is not None}
-        o = TensorInfo(self.dtype, self.shape_of("o"))
-        return {"o": o, "lse": TensorInfo("float32", self.lse_shape)} if self.options.return_lse else {"o": o}
+        outputs = {"o": TensorInfo(self.dtype, self.shape_of("o"))}
+        if self.options.return_lse:
+            outputs["lse"] = TensorInfo("float32", self.lse_shape)
+        if self.options.return_key_weights:
+            outputs["key_weights"] = TensorInfo("float32", self.shape_of("key_weights"))
+        return outputs
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -184,7 +188,10 @@ class Spec:
     def with_keys(self, kv_len: int, tensors: Mapping[str, TensorInfo]) -> Spec:
         """Return this forward problem with another number of keys. Values that do not depend on it are reused."""
         spec = replace(self, kv_len=kv_len, tensors=tensors)
-        same = {name: getattr(self, name) for name in ("given", "features", "level", "window", "outputs", "lse_shape")}
+        names = ["given", "features", "level", "window", "lse_shape"]
+        if not self.options.return_key_weights:  # their shape depends on the number of keys
+            names.append("outputs")
+        same = {name: getattr(self, name) for name in names}
         spec.__dict__.update(same)
         return spec
 
@@ -208,14 +215,16 @@ class Spec:
         """The floating-point operations of the matrix products. They are an upper bound while lengths are unknown.
 
         The forward needs 2·Hq·Sq·Sk·(D + Dv) per sequence (FlashAttention-2, §4.1). Our two-pass backward computes S
-        and dP twice: 7 products instead of 2, so 3.5 times as many. Causal squares need half.
+        and dP twice: 7 products instead of 2, so 3.5 times as many. Key weights need S again, and the sums of its
+        columns. Causal squares need half.
         """
         pairs = self.q_len * self.kv_len * (1 if self.ragged else self.batch)
         forward = 2 * self.q_heads * pairs * (self.head_dim + self.value_dim)
+        weights = 2 * self.q_heads * pairs * (self.head_dim + 1) if self.options.return_key_weights else 0
         if self.causal_square:
-            forward //= 2
+            forward, weights = forward // 2, weights // 2
         if self.direction == "forward":
-            return forward
+            return forward + weights
         return forward * 7 // 2 + (0 if self.has_forward else forward)
 
     @cached_property
@@ -486,6 +495,8 @@ def _check_options(spec: Spec) -> Iterable[tuple[str, str]]:
     if "offset" in t and o.causal_alignment != "bottom_right":
         yield "offset", "cannot be combined with causal_alignment top_left, which is an offset of 0"
     if spec.direction == "backward":
+        if o.return_key_weights:
+            yield "return_key_weights", "is only for the forward: key weights have no gradient"
         if o.dropout_p and o.dropout_seed is None:
             yield "dropout_seed", "is required: a gradient with dropout needs the forward's seed"
         for name in o.grads:

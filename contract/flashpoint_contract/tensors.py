@@ -105,10 +105,12 @@ class Tensor(NamedTuple):
         """Return the tensor's axes in order, for q of `rank` dimensions; with `paged`, keys are in pages."""
         axes = list(self.axes)
         if not _LENGTHWISE.isdisjoint(axes):
+            # key weights are those of a sequence's own keys, wherever its pages are
+            own = paged and self.axes[-1] == "Sk" and not self.of_keys
             paged = self.of_keys and paged
             if paged:
                 axes[axes.index("B")], axes[axes.index("Sk")] = "pool", "page_size"
-            ragged = layout == "thd" and not paged
+            ragged = layout == "thd" and not paged and not own
             one_head = layout != "thd" and rank < 4
             if self.in_layout and layout != "bhsd" and not one_head:
                 axes[1], axes[2] = axes[2], axes[1]
@@ -240,8 +242,13 @@ def _gradient(name: str) -> Tensor:
     return plain._replace(name=name, text=f"of the shape of {of.name}")
 
 
+_KEY_WEIGHTS = Tensor(
+    "key_weights", ("B", "Hq", "Sk"), "(B,Hq,Sk), in layout thd (Hq,Tk): the sum over queries of a key's probability",
+    dtypes=("float32",),
+)  # fmt: skip
 TENSORS: dict[str, Tensor] = {
-    row.name: row._replace(refused=completed(row.name, row.refused)) for row in (*_ROWS, *map(_gradient, GRADS))
+    row.name: row._replace(refused=completed(row.name, row.refused))
+    for row in (*_ROWS, _KEY_WEIGHTS, *map(_gradient, GRADS))
 }
 
 INPUT_TENSORS = tuple(row.name for row in _ROWS)
@@ -254,8 +261,8 @@ REQUIRED: dict[Direction, tuple[str, ...]] = {
     "forward": tuple(row.name for row in _ROWS if row.required and row.direction == "forward"),
     "backward": tuple(row.name for row in _ROWS if row.required),
 }
-ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
-ALL_ANSWERS = tuple(name for names in ANSWERS.values() for name in names)
+ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse", "key_weights"), "backward": GRADS}
+JUDGED = ("o", "lse", *GRADS)  # answers that a verification judges
 
 # Optional inputs of a problem with random tensors (`/verify`). A mask is named by its kind, such as `bool_mask`.
 EXTRAS = tuple(

@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from flashpoint_kernels.quantization import quantize as quantize
     from flashpoint_kernels.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from flashpoint_kernels.verification import verify as verify
+    from flashpoint_kernels.weights import attention_weights as attention_weights
+    from flashpoint_kernels.weights import key_weights as key_weights
 
 _HOME = {
     "attention": "flashpoint_kernels.functional",
     "attention_backward": "flashpoint_kernels.functional",
+    "attention_weights": "flashpoint_kernels.weights",
     "available_backends": "flashpoint_kernels.dispatching.dispatch",
     "create_block_mask": "flashpoint_kernels.block_masks",
     "flex_attention": "flashpoint_kernels.flex",
     "judge": "flashpoint_kernels.judging",
+    "key_weights": "flashpoint_kernels.weights",
     "merge": "flashpoint_kernels.merging",
     "run": "flashpoint_kernels.dispatching.dispatch",
     "Problem": "flashpoint_kernels.problems.problem",
@@ -46,11 +50,13 @@ __all__ = [
     "ProblemError",
     "attention",
     "attention_backward",
+    "attention_weights",
     "available_backends",
     "create_block_mask",
     "dequantize",
     "flex_attention",
     "judge",
+    "key_weights",
     "merge",
     "quantize",
     "run",

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashpoint_contract.options import Options, ProblemError, is_integer, number_of
 from flashpoint_contract.tensors import INDEX_TENSORS, TENSORS
 from flashpoint_contract.wording.docstrings import documented
-from flashpoint_kernels.operators import ops, plain
+from flashpoint_kernels.operators import ops, plain, weights
 from flashpoint_kernels.operators.torch_rules import autocast, overridable
 from flashpoint_kernels.problems.memory import check_memory
 
@@ -27,8 +27,12 @@ _PYTHONS = {bool, int, float, str, type(None), tuple, list}
 _INTEGERS = (*INDEX_TENSORS, "block_table")
 
 
-class Keywords(TypedDict, total=False):
-    """Keywords of `attention` that do not change the type of its result."""
+class OfKeys(TypedDict, total=False):
+    """Keywords of calls that read queries and keys.
+
+    Args:
+        block_table: Page numbers, int32, (B, pages), with `kv_lengths`: k is pages, as `attention` takes them.
+    """
 
     attn_mask: Tensor | None
     block_mask: Tensor | None
@@ -41,7 +45,6 @@ class Keywords(TypedDict, total=False):
     cu_seqlens_k: Tensor | Sequence[Any] | None
     block_table: Tensor | Sequence[Any] | None
     k_scale: Tensor | float | None
-    v_scale: Tensor | float | None
     layout: str
     causal: bool
     causal_alignment: str
@@ -56,22 +59,38 @@ class Keywords(TypedDict, total=False):
     backend: str
 
 
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[Keywords]
-) -> Tensor: ...
+class Keywords(OfKeys, total=False):
+    """Keywords of `attention` that do not change the type of its result."""
+
+    v_scale: Tensor | float | None
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, return_key_weights: Literal[False] = False,
+    **keywords: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[Keywords]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_key_weights: Literal[False] = False,
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, return_key_weights: Literal[False] = False,
+    **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_key_weights: bool,
+    **keywords: Unpack[Keywords],
+) -> Any: ...  # fmt: skip
 
 
 @overridable
@@ -104,9 +123,10 @@ def attention(
     dropout_seed: int | None = None,
     precision: str = "ieee",
     return_lse: bool = False,
+    return_key_weights: bool = False,
     deterministic: bool = True,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Return exact attention, softmax(scale·q·kᵀ + mask)·v, without the Sq × Sk matrix in memory.
 
     The algorithm is FlashAttention-2's (Dao 2023, Algorithm 1). B is the batch, Sq and Sk are the numbers of queries
@@ -131,6 +151,9 @@ def attention(
         (Hq, Tq) in `thd`, (B, S) and (S,) for q of 3 and 2 dimensions. A query that sees no key has o = 0 and lse = −∞
         (with a sink: lse is the sink), and gradients of 0.
 
+        With `return_key_weights` (o, key_weights) or (o, lse, key_weights); key_weights is float32, (B, Hq, Sk), or
+        (Hq, Tk) in `thd`; with `block_table` a list with (Hq, length) for each sequence.
+
         Differentiable twice in q, k, v, a float `attn_mask` and `sinks`, through o and lse, in reverse and forward
         mode; not with pages or 8-bit k. Derivatives of derivatives run on `tiled`.
 
@@ -143,7 +166,9 @@ def attention(
     )  # fmt: skip
     if (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()) and isinstance(q, Tensor):
         q, k, v = autocast(q, k, v)
-    if (
+    if return_key_weights is not False:
+        Options(return_key_weights=return_key_weights)  # refuses a value that is not a bool
+    elif (
         attn_mask is None and block_mask is None and alibi_slopes is None and sinks is None and q_lengths is None
         and kv_lengths is None and offset is None and cu_seqlens_q is None and cu_seqlens_k is None
         and block_table is None and k_scale is None and v_scale is None
@@ -154,10 +179,16 @@ def attention(
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,
         "sinks": sinks, "q_lengths": q_lengths, "kv_lengths": kv_lengths, "offset": offset,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "block_table": block_table, "k_scale": _scale(k_scale), "v_scale": _scale(v_scale),
+        "block_table": block_table, "k_scale": scale_tensor(k_scale), "v_scale": scale_tensor(v_scale),
     }  # fmt: skip
-    o, lse = ops.attention(_checked(tensors), options)
-    return (o, lse) if return_lse else o
+    given = checked(tensors)
+    o, lse = ops.attention(given, options)
+    if not return_key_weights:
+        return (o, lse) if return_lse else o
+    found: Any = weights.key_weights(given, options, lse.detach())
+    if block_table is not None:
+        found = of_sequences(found, given)
+    return (o, lse, found) if return_lse else (o, found)
 
 
 @overridable
@@ -226,7 +257,7 @@ def attention_backward(
         dropout_p=dropout_p, dropout_seed=dropout_seed, precision=precision,
         grads=grads, deterministic=deterministic, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
-    return tuple(ops.attention_backward(_checked(tensors), options))
+    return tuple(ops.attention_backward(checked(tensors), options))
 
 
 def _options(window: Sequence[int] | None, *given: Any) -> Options:
@@ -255,14 +286,14 @@ def _made(window: Sequence[int] | None, *given: Any) -> Options:
     return Options(window=window, **dict(zip(_OTHERS, given, strict=True)))  # type: ignore[arg-type]
 
 
-def _scale(value: Tensor | float | None) -> Tensor | None:
+def scale_tensor(value: Tensor | float | None) -> Tensor | None:
     """Return a scale that is a number as a tensor; return any other value unchanged."""
     if isinstance(value, Real) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     return value  # type: ignore[return-value]  # the caller checks that it is a tensor
 
 
-def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
+def checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
     """Return the tensors of a call; convert lengths, offsets and page numbers from numbers, lists and arrays.
 
     Raises ProblemError for other values that are not tensors: torch's dispatcher would raise an error about its schema,
@@ -283,6 +314,13 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
             check_memory(block_table=t)
             checked[name] = t.clamp(-1, 2**31 - 1).int()  # a page number outside int32 must stay invalid
     return checked
+
+
+def of_sequences(found: Tensor, tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
+    """Return the part (Hq, …, length) of each sequence of padded weights over keys in pages."""
+    lengths = tensors["kv_lengths"]
+    assert lengths is not None  # calls with pages have it
+    return [found[n, ..., :length] for n, length in enumerate(lengths.tolist())]
 
 
 def _integers(name: str, value: Any) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor
 from flashpoint_contract.judging import Cause
 from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec
-from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, TAKEN
+from flashpoint_contract.tensors import INPUT_TENSORS, JUDGED, TAKEN
 from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_kernels.dispatching.dispatch import backend_for, run
 from flashpoint_kernels.judging import captured
@@ -256,7 +256,7 @@ def _check_names(tensors: Mapping[str, Tensor]) -> None:
 
 def _unknown(name: str) -> str:
     known = f"; known are {', '.join(INPUT_TENSORS)}, and as answers o, lse, {', '.join(GRADS)}"
-    return f"unknown tensor{did_you_mean(name, (*INPUT_TENSORS, *ALL_ANSWERS)) or known}"
+    return f"unknown tensor{did_you_mean(name, (*INPUT_TENSORS, *JUDGED)) or known}"
 
 
 def _poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Problem:

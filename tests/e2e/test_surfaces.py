@@ -76,7 +76,7 @@ def problem(entry):
     tensors = {name: value(name, layout, entry) for name in names}
     if entry in SCALES:
         tensors |= eight_bit(tensors, torch.int8)
-    if entry in ANSWERS["forward"]:  # a gradient takes both `o` and `lse` of the forward
+    if entry in ("o", "lse"):  # a gradient takes both `o` and `lse` of the forward
         tensors |= solve({n: tensors[n] for n in "qkv"}, {**options, "return_lse": True}, "forward")
     return tensors, options, direction
 
@@ -164,7 +164,7 @@ def called(forward, backward, tensors, options, direction):
         raise RefusedError(str(error)) from None
     names = options.get("grads", OPTIONS["grads"].default)
     if direction == "forward":
-        names = ANSWERS["forward"] if options.get("return_lse") else ("o",)
+        names = ["o", *(name for name in ANSWERS["forward"] if options.get(f"return_{name}"))]
     return dict(zip(names, actual if isinstance(actual, tuple) else (actual,), strict=True))
 
 
@@ -264,6 +264,11 @@ def judged(entry):
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_verification_takes_an_entry(services, entry):
     tensors, options = judged(entry)
+    if "verify" in (OPTIONS.get(entry) or TENSORS[entry]).refused or "key_weights" in tensors:
+        tensors.pop("key_weights", None)
+        with pytest.raises(flashpoint.FlashpointError, match=rf"\b{entry}\b"):
+            services.client.verify(**tensors, **options)
+        return
     if entry in INPUT_TENSORS and "sdk" in TENSORS[entry].refused:
         with pytest.raises(flashpoint.InvalidInputError, match=rf"\b{entry}\b"):
             services.client.verify(**tensors, **options)

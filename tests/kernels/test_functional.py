@@ -27,7 +27,8 @@ def test_the_calls_take_the_options_of_the_contract() -> None:
     defaults = {f.name: f.default for f in fields(Options) if f.name != "grads"}
     assert {name: parameters[name].default for name in defaults} == defaults
     parameters = inspect.signature(attention_backward).parameters
-    defaults = {f.name: f.default for f in fields(Options) if f.name != "return_lse"}
+    forward = ("return_lse", "return_key_weights")
+    defaults = {f.name: f.default for f in fields(Options) if f.name not in forward}
     assert {name: parameters[name].default for name in defaults} == defaults
     assert list(parameters)[:6] == ["do", "q", "k", "v", "o", "lse"]
 

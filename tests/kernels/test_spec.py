@@ -121,6 +121,7 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("dropout_seed", 1.5),
     ("precision", "bf16"),
     ("return_lse", None),
+    ("return_key_weights", None),
     ("deterministic", "yes"),
     ("grads", []),
     ("grads", "dq"),
@@ -145,6 +146,7 @@ def test_options_are_those_of_the_contract() -> None:
         "layout": "bhsd", "causal": False, "causal_alignment": "bottom_right", "window": (-1, -1),
         "block_size": (128, 128), "scale": None,
         "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "precision": "ieee", "return_lse": False,
+        "return_key_weights": False,
         "grads": ("dq", "dk", "dv"), "deterministic": True, "backend": "auto",
     }  # fmt: skip
     assert GRADS == ("dq", "dk", "dv", "dattn_mask", "dsinks")

@@ -93,9 +93,12 @@ class Returned(WithMeta, total=False):
 
     Args:
         return_lse: Return (o, lse) in place of o. Default: False.
+        return_key_weights: Also return key_weights, last: the sum over the queries of each key's probability, before
+            dropout, float32 (B, Hq, Sk). It has no gradient. Default: False.
     """
 
     return_lse: bool
+    return_key_weights: bool
 
 
 class Forward(Returned, Problem, Scales, total=False):

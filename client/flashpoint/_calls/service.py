@@ -151,6 +151,8 @@ def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, A
     rest = dict(keywords)
     if type(save := rest.pop("save", False)) is not bool:
         raise invalid("save", "must be True or False")
+    if save and rest.get("return_key_weights"):
+        raise invalid("return_key_weights", OPTIONS["return_key_weights"].refused["saved"])
     if rest.get("caches") is not None:
         if save:
             raise invalid("save", "cannot be combined with caches, which have no gradients")
@@ -271,7 +273,7 @@ def _call(
     like = given["do"] if given["q"] is None else given["q"]
     names: tuple[str, ...] = options.grads
     if path == "/attention":
-        names = ANSWERS["forward"] if options.return_lse else ("o",)
+        names = ("o", *(name for name in ANSWERS["forward"] if getattr(options, f"return_{name}", False)))
 
     def read(answer: Answer) -> Any:
         specs = {spec.name: spec for spec in answer.head.tensors}

@@ -25,10 +25,10 @@ from flashpoint_contract.schemas.verify import (
     VerifyProgress,
     VerifyRequest,
 )
-from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
+from flashpoint_contract.tensors import INPUT_TENSORS, JUDGED
 
 DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # keywords only for a problem that the server draws
-CASE_TENSORS = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))  # tensors of a problem, and answers to judge
+CASE_TENSORS = tuple(dict.fromkeys((*INPUT_TENSORS, *JUDGED)))  # tensors of a problem, and answers to judge
 
 
 def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call[VerifyReport]:

@@ -80,7 +80,8 @@ class Attending:
 
         Returns:
             o (B, Hq, Sq, Dv), in q's dtype, layout and rank. With `return_lse` (o, lse), lse float32 (B, Hq, Sq), the
-            natural logarithm of the softmax's denominator. With `with_meta` (result, `Meta`). With `save` a
+            natural logarithm of the softmax's denominator. With `return_key_weights` key_weights last, float32 (B, Hq,
+            Sk), padded with zeros over `caches`. With `with_meta` (result, `Meta`). With `save` a
             `SavedAttention`. A query that sees no key has o = 0 and lse = −∞.
         """
         return self._call(service.forward(q, k, v, keywords))

@@ -110,14 +110,17 @@ class Served:
     save: bool
     names: tuple[str, ...]  # of the tensors that autograd receives, in order
     keywords: dict[str, Any]  # a private copy of all other keyword arguments
+    weighs: Any = False  # whether the forward also returns key weights
     meta: Any = None  # the `Meta` of the forward, after it has run
 
     @classmethod
-    def of(cls, client: Client | Sequence[Client], save: bool, keywords: dict[str, Any]) -> tuple[Served, list[Tensor]]:
+    def of(
+        cls, client: Client | Sequence[Client], save: bool, keywords: dict[str, Any], weighs: Any = False
+    ) -> tuple[Served, list[Tensor]]:
         keywords = {n: value for n, value in keywords.items() if value is not None or n not in INPUT_TENSORS}
         tensors = {n: t for n, t in keywords.items() if isinstance(t, Tensor) and n in INPUT_TENSORS}
         others = {n: copy.deepcopy(t) if n in INPUT_TENSORS else t for n, t in keywords.items() if n not in tensors}
-        return cls(client, save, tuple(tensors), others), list(tensors.values())
+        return cls(client, save, tuple(tensors), others, weighs), list(tensors.values())
 
     def method(self, name: str) -> Any:
         """Return a method of the client; for a list of clients, the function of `flashpoint.sharded`."""
@@ -125,18 +128,25 @@ class Served:
             return functools.partial(getattr(sharded, name), self.client)
         return getattr(self.client, name)
 
-    def forward(self, seed: Tensor | None, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return o, lse and the ticket of the saved forward; None in place of the ticket if it was not saved."""
+    def forward(
+        self, seed: Tensor | None, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
+        """Return o, lse, a list with the key weights if they are asked for, and the ticket of the saved forward.
+
+        The ticket is None if the forward was not saved.
+        """
         named = dict(zip(self.names, tensors, strict=True))
         save = {"save": True} if self.save else {}
+        weights = {"return_key_weights": self.weighs} if self.weighs else {}
         answer, self.meta = self.method("attention")(
-            **named, **self.keywords, **seeded(seed), **save, return_lse=True, with_meta=True
-        )
+            **named, **self.keywords, **seeded(seed), **save, **weights, return_lse=True, with_meta=True
+        )  # fmt: skip
         if not isinstance(answer, SavedAttention):
-            return *answer, None
+            o, lse, *others = answer
+            return o, lse, others, None
         assert isinstance(self.client, Client)
         ticket = None if answer.saved is None else _ticket(Lease(self.client, replace(answer, o=None, lse=None)))
-        return answer.o, answer.lse, ticket
+        return answer.o, answer.lse, [], ticket
 
     def backward(
         self, request: dict[str, Any], named: dict[str, Any], seed: Tensor | None, ticket: Tensor | None
@@ -176,19 +186,23 @@ def _ticket(lease: Lease) -> Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """Return (o, lse) from the server, differentiable once."""
+    """Return (o, lse) from the server, differentiable once, and key weights, if asked for, which have no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: Served, seed: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        o, lse, ticket = call.forward(seed, tensors)
+    def forward(ctx: Any, call: Served, seed: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        o, lse, weights, ticket = call.forward(seed, tensors)
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(*tensors, o, lse, seed, ticket)
-        return o, lse
+        return o, lse, *weights
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, do: Tensor | None, dlse: Tensor | None, *dweights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         call: Served = ctx.call
+        if any(t is not None for t in dweights):
+            raise RuntimeError("key weights have no gradient: detach() them")
         for name in call.names + tuple(call.keywords):
             if name in TENSORS and TENSORS[name].forward_only:
                 raise invalid(name, "is only for the forward: 8-bit keys have no gradients")

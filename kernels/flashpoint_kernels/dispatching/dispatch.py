@@ -18,6 +18,7 @@ from flashpoint_kernels import native
 from flashpoint_kernels.dispatching.machine import version_of
 from flashpoint_kernels.dispatching.support import Backends, choose_backend, unsupported
 from flashpoint_kernels.native import switches
+from flashpoint_kernels.problems.key_weights import weighing
 from flashpoint_kernels.problems.modes import exact_products
 from flashpoint_kernels.problems.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.problems.reproducible import split, spread
@@ -165,7 +166,10 @@ def _solve(problems: Sequence[Problem], backend: str) -> None:
     if problems[0].tangents is not None:
         import_module(f"flashpoint_kernels.{_DERIVATIVES[backend]}").solve(problems)
     elif problems[0].spec.direction == "forward":
-        _module(backend).forward(problems)
+        if any("key_weights" in problem.outputs for problem in problems):
+            _solve_and_weigh(problems, backend)
+        else:
+            _module(backend).forward(problems)
     else:
         forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
@@ -175,6 +179,23 @@ def _solve(problems: Sequence[Problem], backend: str) -> None:
                 forwards = [part for problem in forwards for part in split(problem, backend)]
             _module(backend).forward(forwards)
         _module(backend).backward(problems)
+
+
+def _solve_and_weigh(problems: Sequence[Problem], backend: str) -> None:
+    """Compute forwards, and the key weights of those that have this output, from lse."""
+    module, forwards, weighed = _module(backend), [], []
+    for problem in problems:
+        outputs = dict(problem.outputs)
+        if (weights := outputs.pop("key_weights", None)) is not None:
+            if "lse" not in problem.tensors and "lse" not in outputs:
+                outputs["lse"] = problem.empty_like_output("lse")
+            weighed.append(replace(problem, outputs=outputs | {"key_weights": weights}))
+        if "lse" not in problem.tensors:  # else the caller has the forward's answers
+            forwards.append(replace(problem, outputs=outputs))
+    if forwards:
+        module.forward(forwards)
+    for problem in weighed:
+        module.backward(list(weighing(problem, backend)))
 
 
 @cache

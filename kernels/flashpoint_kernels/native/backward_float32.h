@@ -106,6 +106,13 @@ NOINLINE void add_product(float *c, const float *a, int64_t a_row, int64_t a_ste
     multiply(c, width, a, a_row, a_step, b, width, rows, width, depth, ADD);
 }
 
+/* Do what `add_product` does for dV with one column, in the same order of additions: keys are the lanes of vectors. */
+NOINLINE void add_column(float *dv, const float *p, const float *dout, int64_t width, int64_t keys, int64_t depth) {
+    float column[KEYS];
+    multiply(column, KEYS, dout, 0, width, p, PITCH, 1, keys, depth, WRITE);
+    for (int64_t j = 0; j < keys; j++) dv[j * width] += column[j];
+}
+
 /* Add the sum of the rows of b, weighted by the elements of a, to the row c. Skip rows of b where `seen` is 0, which
    may contain infinity or NaN. The order of additions is that of `tile`. */
 NOINLINE void add_seen(float *c, const float *a, const uint8_t *seen, int64_t step, const float *b, int64_t width,
@@ -144,12 +151,13 @@ NOINLINE void step(const struct call *call, const struct part *part, struct scra
     const float *p = own->p + from, *ds = own->ds + from;
     float *dk = own->dk + from * dim, *dv = own->dv + from * value_dim, *dq = own->dq + row * dim;
     const int apart = range == NONFINITE && !(block->all && !part->mask.at);
+    const int of_scores = part->dq.at || part->dk.at || part->dmask.at; /* dV alone needs no dP */
     clear_mask(call, part, head, first, count, block);
     write_product(own->p + from, q, dim, own->k_columns + from, count, keys, dim);
-    write_product(own->ds + from, dout, value_dim, own->v_columns + from, count, keys, value_dim);
+    if (of_scores) write_product(own->ds + from, dout, value_dim, own->v_columns + from, count, keys, value_dim);
     if (range == LARGE) {
         put_right(own->p + from, q, own->k + from * dim, count, keys, dim);
-        put_right(own->ds + from, dout, own->v + from * value_dim, count, keys, value_dim);
+        if (of_scores) put_right(own->ds + from, dout, own->v + from * value_dim, count, keys, value_dim);
     }
     for (int64_t i = 0; i < count; i++) {
         const struct row numbers = {own->p + i * PITCH, own->ds + i * PITCH, 16, apart ? own->seen + i * PITCH : 0};
@@ -165,7 +173,10 @@ NOINLINE void step(const struct call *call, const struct part *part, struct scra
             add_seen(dq + i * dim, ds + i * PITCH, seen + i * PITCH, 1, own->k + from * dim, dim, keys);
         return;
     }
-    if (part->dv.at) add_product(dv, p, 1, PITCH, dout, value_dim, keys, count);
+    if (part->dv.at && call->value_dim == 1)
+        add_column(dv, p, dout, value_dim, keys, count);
+    else if (part->dv.at)
+        add_product(dv, p, 1, PITCH, dout, value_dim, keys, count);
     if (part->dk.at) add_product(dk, ds, 1, PITCH, q, dim, keys, count);
     if (part->dq.at) add_product(dq, ds, PITCH, 1, own->k + from * dim, dim, count, keys);
     if (range == LARGE) {

@@ -186,5 +186,5 @@ def _seconds(spec: Spec, rates: Rates, sequences: int, pairs: int, keys: int) ->
 
 
 def _ways(spec: Spec) -> float:
-    """Return the work of this direction in units of a forward's work."""
-    return BACKWARD if spec.direction == "backward" else 1.0
+    """Return the work of this direction in units of a forward's work. Key weights need the scores a second time."""
+    return BACKWARD if spec.direction == "backward" else 2.0 if spec.options.return_key_weights else 1.0

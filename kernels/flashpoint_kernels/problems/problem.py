@@ -165,6 +165,8 @@ class Problem:
             t = t.reshape((1,) * (spec.rank - t.ndim) + tuple(t.shape)).expand(spec.shape_of(name))
         if row.scale_of and not spec.per_row(name):
             return t.expand(1, spec.kv_heads)[..., None] if t.ndim == 0 else t[..., None]
+        if row.name == "key_weights" and spec.paged and spec.ragged:
+            return t
         if row.in_layout and spec.options.layout != "bhsd":
             if t.ndim == len(row.axes):
                 return t.transpose(1, 2)
@@ -198,9 +200,13 @@ class Problem:
                 0, torch.tensor([row.batch - first for row in rows], dtype=torch.int64, device=t.device), part
             )
 
+    def whole_mask(self, t: Tensor) -> Tensor:
+        """Return the mask `t` with all four dimensions, each of which is 1 if it is broadcast."""
+        return _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+
     def _mask_sequences(self, t: Tensor) -> tuple[Tensor, int]:
         """Return a mask with all four dimensions, and the batch index of the first sequence in it."""
-        t = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+        t = self.whole_mask(t)
         return t, self.rows[0].batch if t.shape[0] == len(self.rows) else 0
 
     def empty_like_output(self, name: str) -> Tensor:

@@ -26,7 +26,7 @@ from flashpoint_contract.options import OPTIONS, Direction, Names, Pair
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.spec import Spec
-from flashpoint_contract.tensors import ANSWERS, TensorInfo
+from flashpoint_contract.tensors import ANSWERS, TENSORS, TensorInfo
 from flashpoint_contract.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
 from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_server.config.settings import Settings
@@ -98,7 +98,7 @@ class InferHead:
     def spec(self, direction: Direction) -> Spec:
         """Return the attention problem. A requested output sets the option that it needs. Raises Refusal 422."""
         if direction not in self.specs:
-            known = ANSWERS[direction]
+            known = [name for name in ANSWERS[direction] if "oip" not in TENSORS[name].refused]
             if unknown := [output.name for output in self.outputs if output.name not in known]:
                 raise invalid([("outputs", f"{unknown[0]!r} is not one of {', '.join(known)}")])
             names = [output.name for output in self.outputs]

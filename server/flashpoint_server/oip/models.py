@@ -32,11 +32,15 @@ def _carried(direction: Direction) -> tuple[str, ...]:
     return tuple(name for name in TAKEN[direction] if "oip" not in TENSORS[name].refused)
 
 
+def _answered(direction: Direction) -> tuple[str, ...]:
+    return tuple(name for name in ANSWERS[direction] if "oip" not in TENSORS[name].refused)
+
+
 MODELS = {
     model.name: model
     for model in (
-        Model("attention", "forward", _carried("forward"), REQUIRED["forward"], ANSWERS["forward"]),
-        Model("attention_grad", "backward", _carried("backward"), REQUIRED["backward"], ANSWERS["backward"]),
+        Model("attention", "forward", _carried("forward"), REQUIRED["forward"], _answered("forward")),
+        Model("attention_grad", "backward", _carried("backward"), REQUIRED["backward"], _answered("backward")),
     )
 }
 

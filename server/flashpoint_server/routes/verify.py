@@ -6,13 +6,13 @@ import asyncio
 import json
 
 from flashpoint_contract import strictjson
-from flashpoint_contract.options import Direction, Options
+from flashpoint_contract.options import OPTIONS, Direction, Options
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
-from flashpoint_contract.tensors import ALL_ANSWERS, FORWARD_TENSORS, INPUT_TENSORS, TensorInfo, refusals
+from flashpoint_contract.tensors import FORWARD_TENSORS, INPUT_TENSORS, JUDGED, TensorInfo, refusals
 from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
@@ -38,7 +38,7 @@ from flashpoint_server.routes.pipeline import (
     submit,
 )
 
-_PROBLEM = tuple(name for name in INPUT_TENSORS if name not in ALL_ANSWERS)
+_PROBLEM = tuple(name for name in INPUT_TENSORS if name not in JUDGED)
 IN_FLOAT64 = 8  # bytes of memory needed per byte of a problem: for its tensors, answers and gradients in float64
 DRAWN_LIMIT = 1 << 16  # maximum bytes of a request that describes a problem to draw; most have a few hundred bytes
 
@@ -61,6 +61,7 @@ async def verify(request: RouteRequest) -> None:
     if text is not None and len(text) <= DRAWN_LIMIT:
         drawn = await service.codec.parse(body, _drawn, text)
     if drawn is not None:
+        _check_options(drawn)
         request_json, price = drawn.model_dump_json().encode(), _price(_spec_of(drawn), device, service.settings)
     else:
         if text is not None:
@@ -144,13 +145,20 @@ async def _send_event(request: RouteRequest, kind: str, data: bytes) -> None:
     await request.send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
+def _check_options(options: AttentionOptions) -> None:
+    """Raise Refusal 422 for options that have no effect on a verification."""
+    given = [name for name, option in OPTIONS.items() if getattr(options, name) != option.default]
+    if refused := refusals("verify", given):
+        raise invalid(refused)
+
+
 def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tuple[bytes, Price]:
     """Return the options of a message with tensors, in JSON, and the cost of its verification.
 
     Raises Refusal 413 and 422.
     """
     infos = dict(message.inputs)
-    known = (*_PROBLEM, *ALL_ANSWERS)
+    known = (*_PROBLEM, *JUDGED)
     if unknown := [name for name in infos if name not in known]:
         raise invalid(
             (name, f"unknown tensor{hint or '; known are ' + ', '.join(known)}")
@@ -162,6 +170,7 @@ def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tu
     names = _PROBLEM if direction == "backward" else FORWARD_TENSORS
     with refuse_invalid():
         options = AttentionOptions.model_validate(message.options())
+        _check_options(options)
         problem = {name: info for name, info in infos.items() if name in names}
         spec = plan(problem, Options(**options.model_dump()), direction)
     return options.model_dump_json().encode(), _price(spec, device, settings)

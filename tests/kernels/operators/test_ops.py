@@ -107,8 +107,9 @@ def of_backward(given: list[Any]) -> list[Any]:
 
 
 def test_the_cases_have_every_option_and_tensor() -> None:
-    # The operators always return o, lse and all gradients, so no case has the two options that select outputs.
-    assert {f.name for f in fields(Options)} - OPTION_NAMES == {"return_lse", "grads"}
+    # The operators always return o, lse and all gradients, and key weights have an operator of their own, so no
+    # case has the options that select outputs.
+    assert {f.name for f in fields(Options)} - OPTION_NAMES == {"return_lse", "return_key_weights", "grads"}
     assert {name for make, _ in CASES.values() for name in make()} == set(FORWARD_TENSORS)
 
 

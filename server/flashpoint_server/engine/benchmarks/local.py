@@ -34,7 +34,7 @@ from flashpoint_contract.schemas.benchmark import (
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.shapes import Shape
 from flashpoint_contract.schemas.verify import VerifyProgress, VerifyReport, VerifyRequest
-from flashpoint_contract.tensors import ALL_ANSWERS
+from flashpoint_contract.tensors import JUDGED
 from flashpoint_kernels import available_backends, native
 from flashpoint_kernels.dispatching.support import SUPPORT
 from flashpoint_kernels.problems.problem import DTYPES
@@ -142,8 +142,8 @@ def judge_given(
 ) -> VerifyReport:
     """Like `verify_tensors`, for tensors that are on `device` already."""
     start = time.monotonic()
-    problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
-    answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
+    problem = {name: t for name, t in given.items() if name not in JUDGED}
+    answers = {name: t for name, t in given.items() if name in JUDGED}
     verification = judge(problem, options, answers=answers or None, progress=_telling(progress))
     return _report(verification, device, start)
 

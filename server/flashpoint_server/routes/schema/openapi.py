@@ -18,7 +18,7 @@ from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.shapes import NUMBER_SCHEMA
 from flashpoint_contract.schemas.verify import ProblemEvent, ReportEvent, VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
-from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
+from flashpoint_contract.tensors import ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, JUDGED, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes.schema import openapi_caches
 from flashpoint_server.routes.schema import openapi_examples as examples
@@ -58,7 +58,8 @@ _FILE = "A safetensors file: tensors by name, and each option in `__metadata__` 
 _BINARY = {"schema": {"type": "string", "format": "binary", "description": _FILE}}
 _SUMMARY = {"forward": "Compute attention", "backward": "Compute gradients of attention"}
 _TEXT = {
-    "forward": "Send q, k and v; the answer has o, and lse with `return_lse`. JSON and safetensors are both accepted.",
+    "forward": "Send q, k and v; the answer has o, lse with `return_lse`, and key_weights with `return_key_weights`: "
+    "the sum over the queries of each key's probability. JSON and safetensors are both accepted.",
     "backward": "Send the forward's inputs and `do`; the answer has the gradients that `grads` names. "
     "If you send `o` and `lse` of the forward, the server does not compute them again.",
 }
@@ -128,7 +129,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
 
     schemas["AttentionRequest"] = _over_caches(request(FORWARD_TENSORS, [*REQUIRED["forward"]]))
     schemas["AttentionGradRequest"] = _over_saved(request(BACKWARD_TENSORS, [*REQUIRED["backward"]]))
-    judged = tuple(name for name in ALL_ANSWERS if name not in BACKWARD_TENSORS)
+    judged = tuple(name for name in JUDGED if name not in BACKWARD_TENSORS)
     schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), [*REQUIRED["forward"]])
     events = (VerifyProgress, ReportEvent, ProblemEvent)
     models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, *events, BenchmarkRequest, ProblemDocument)
