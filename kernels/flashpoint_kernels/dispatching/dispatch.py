@@ -15,10 +15,10 @@ import torch
 from flashpoint_contract.options import BackendRenamedError, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_kernels import native
+from flashpoint_kernels.dispatching.key_weights import weighing
 from flashpoint_kernels.dispatching.machine import version_of
 from flashpoint_kernels.dispatching.support import Backends, choose_backend, unsupported
 from flashpoint_kernels.native import switches
-from flashpoint_kernels.problems.key_weights import weighing
 from flashpoint_kernels.problems.modes import exact_products
 from flashpoint_kernels.problems.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.problems.reproducible import split, spread
