@@ -20,11 +20,15 @@ NATIVE = "kernels/flashpoint_kernels/native"
 class NativeKernels(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root, NATIVE)
+        reason = folder / "not-compiled.txt"  # flashpoint_kernels.native.missing reads it
+        reason.unlink(missing_ok=True)
         build = runpy.run_path(str(folder / "build.py"))
         try:
             library = build["compile_library"](folder)
         except (OSError, subprocess.CalledProcessError) as error:
             said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+            last = (str(said).strip() or f"it ended with {error}").splitlines()[-1]
+            reason.write_text(f"the compiler failed: {last}", encoding="utf-8")
             self.app.display_warning(f"The CPU kernels could not be compiled:\n{said}")
             library = None
         if library is None:

@@ -49,6 +49,16 @@ with contextlib.suppress(ImportError):
     hypothesis.settings.load_profile("patient")
 
 
+def pytest_report_header():
+    """Return the line that says whether the kernels in C are there: without them, `auto` is `tiled` in all tests."""
+    native = Path(__file__).parent.parent / "kernels/flashpoint_kernels/native"
+    if (native / "libflashpoint.so").exists():
+        return "attention on the CPU: kernels in C"
+    reason = native / "not-compiled.txt"
+    why = reason.read_text() if reason.exists() else "no C compiler was found at the installation"
+    return f"attention on the CPU: tiled, without the kernels in C: {why}"
+
+
 def start_service(**how):
     """Start a server with `tests.support.servers.serve`. Skip the test if torch is missing: every engine needs it."""
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ LEVELS = switches.LEVELS[1:]  # the instruction sets of x86-64, lowest first
 FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # environment variable: compute all types in float32, without AMX
 VECTOR = 16  # a row of the partial o of a chunk of keys is padded to a multiple of this number of floats
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
+NOT_COMPILED = "not-compiled.txt"  # an installation whose compiler fails writes the reason into this file
 MISSING = (
     "the kernels in C are not there: install a C compiler (gcc or clang) and Flashpoint again; "
     "on x86-64 they need a processor with AVX2"
@@ -105,6 +107,8 @@ def missing() -> str:
     off = ", ".join(name for name in switches.switched_off() if name not in ("triton", "torch", "tiled"))
     if off and (HERE / LIBRARY).exists():
         return f"the kernels in C are switched off: {off}"
+    with suppress(OSError):
+        return f"{MISSING}; {(HERE / NOT_COMPILED).read_text(encoding='utf-8')}"
     return MISSING
 
 

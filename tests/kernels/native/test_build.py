@@ -1,10 +1,13 @@
 """The kernels in C are built for each instruction set that the compiler knows, and compiler errors are reported."""
 
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from flashpoint_kernels.native import build
 from tests.support.kernels.solving import check, qkv
 
 FOUND = native.library()
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -90,3 +94,24 @@ def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
                 capture_output=True, text=True,
             )  # fmt: skip
             assert ran.returncode == 0, ran.stderr
+
+
+def test_an_installation_whose_compiler_fails_says_why_later(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build hook keeps the last line of the compiler, and `missing`, which the server and `auto` show, has it."""
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))
+    folder = sources / hook["NATIVE"]
+    folder.mkdir(parents=True)
+    for name in (*build.SOURCES, "build.py"):
+        (folder / name).write_bytes((build.HERE / name).read_bytes())
+    failing = sources / "failing"
+    failing.write_text("#!/bin/sh\necho 'fatal error: disk quota exceeded' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CC", str(failing))
+    warnings: list[str] = []
+    app = SimpleNamespace(display_warning=warnings.append)
+    data: dict[str, Any] = {"artifacts": []}
+    hook["NativeKernels"](str(sources), {}, None, None, str(sources), "wheel", app).initialize("standard", data)
+    assert data == {"artifacts": []}
+    assert any("disk quota exceeded" in line for line in warnings)
+    monkeypatch.setattr(native, "HERE", folder)
+    assert native.missing() == f"{native.MISSING}; the compiler failed: fatal error: disk quota exceeded"
