@@ -6,7 +6,7 @@ PORT ?= $(or $(FLASHPOINT_PORT),8000)
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help help-all install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz faults
+.PHONY: help help-all install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-call gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz faults
 
 # Changed sources of the CPU kernels are compiled again.
 NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.[ch]) kernels/flashpoint_kernels/native/build.py
@@ -123,6 +123,10 @@ compat: $(VENV)/.dev ##+ release: the oldest Triton that is served, and the newe
 STAGE ?= first
 gpu: ## GPU: tests and times the kernels on a GPU
 	$(PYTHON) benchmarks/gpu.py $(STAGE) $(if $(OUT),--out $(OUT)) $(if $(RESUME),--resume $(RESUME)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
+
+# One call of a lent GPU: the service, then the kernels, each within its own limit. OUT=DIR for the rows, WHEELS=DIR as below.
+gpu-call: ## fills one call of a lent GPU within 570 seconds
+	$(PYTHON) benchmarks/gpu_call.py --out $(or $(OUT),build/gpu) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
 
 # The image for the CPU, built and run by a Docker engine; as root, by one of its own where none is reachable. TORCH_INDEX=URL
 # is another index for torch. The engine ends with the tests, also where they are killed.

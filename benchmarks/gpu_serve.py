@@ -34,6 +34,8 @@ PARTS = ("tests", "timings")
 WANTED = ("flashpoint[server,otel]", "httptools", "psutil", "safetensors")
 # A machine with a GPU already has these packages and their dependencies. torch is larger than all others together.
 THERE = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "matplotlib")
+# These may be there in versions that are too old: pydantic needs typing_extensions 4.16 or later.
+CARRIED = {"typing-extensions"}
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "manylinux_2_17_x86_64")
 
 
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help="tests, timings; both by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--wheels", type=Path, help="install only from this folder, into a temporary folder")
+    parser.add_argument("--install", type=Path, metavar="DIR", help="install --wheels there, say versions, and end")
     parser.add_argument("--download", type=Path, metavar="DIR", help="fill a folder of wheels, and do nothing else")
     parser.add_argument("--python", default="3.12", help="Python version of the machine that gets the wheels")
     args = parser.parse_args()
@@ -49,6 +52,11 @@ def main() -> int:
         parser.error(f"no part: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     if args.download:
         return download(args.download, args.python)
+    if args.install:
+        install(args.wheels, args.install)
+        for found in sorted(metadata.distributions(path=[str(args.install)]), key=lambda found: found.name):
+            print(f"{found.name} {found.version}")
+        return 0
     import torch
 
     if not torch.cuda.is_available():
@@ -94,7 +102,7 @@ def run(parts: Iterable[str], out: Path, variables: dict[str, str]) -> int:
 
 def download(folder: Path, python: str) -> int:
     """Download the wheels that the service needs besides THERE, in the versions that are installed here."""
-    names = sorted(needed(WANTED, python) - needed(THERE, python))
+    names = sorted(needed(WANTED, python) - (needed(THERE, python) - CARRIED))
     pins = [f"{name}=={metadata.version(name)}" for name in names if name != "flashpoint"]
     pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     platforms = [part for platform in PLATFORMS for part in ("--platform", platform)]

@@ -55,12 +55,11 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
             variants.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
             variants += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
-            variants += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in ("delta", *_PRODUCTS)]
+            variants.append(Variant("forward", arch, dtype, 576, value_dim=512))
         else:
             variants += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
             variants.append(Variant("forward", arch, dtype, 192, value_dim=128))
-            packed = ("forward_packed16", "merge", "merge_packed16", "backward_q_packed16")
-            wide = (*_PRODUCTS, "delta", *packed)
+            wide = ("forward", "forward_packed16", "merge", "merge_packed16")
             variants += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in wide]
             kinds = product(("forward", "forward_packed16"), OTHER_KEYS)
             variants += [Variant(kernel, arch, dtype, 128, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
