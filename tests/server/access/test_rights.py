@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from flashpoint_server.config.key_file import RIGHTS
-from tests.support.messages import ask, post
+from tests.support.messages import JSON, SAFETENSORS, ask, post, problem, small
 
 # The right of the routes whose paths begin so (docs/security.md); the longest beginning counts. Others need none.
 NEEDED = {
@@ -36,11 +36,11 @@ def guarded(tmp_path_factory, start_server):
     """Yield a server with a key for each right."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     lines = []
-    for name in (*KEYS, "all"):
+    for name in (*KEYS, "few", "all"):
         rights = [name.removeprefix("only-")] if name.startswith("only-") else list(RIGHTS)
         digest = hashlib.sha256(f"key of {name}".encode()).hexdigest()
         lines += [f"[{name}]", f'sha256 = "{digest}"', f"rights = {rights}"]
-        lines += ["requests_per_second = 1e-5"] if name == "poor" else []
+        lines += {"poor": ["requests_per_second = 1e-5"], "few": ["cache_count = 2"]}.get(name, [])
     file.write_text("\n".join(lines))
     return start_server(api_keys_file=file, shared_memory_bytes=1 << 20)
 
@@ -60,7 +60,7 @@ def call(server, method, path, key):
     path = path.replace("{name}", "attention").replace("{version}", "1")
     path = re.sub(r"\{\w+\}", "unknown", path)
     if method == "POST":
-        return post(server, path, b"{}", "application/json", **bearer(key))
+        return post(server, path, b"{}", JSON, **bearer(key))
     return ask(server, path, method, **bearer(key))
 
 
@@ -102,3 +102,21 @@ def test_each_route_needs_its_right_and_is_counted(guarded):
     assert {key: count for key, count in of_route.items() if key[0] in named} == {
         key: count for key, count in by_route.items() if key[0] in named
     }
+
+
+def test_a_key_has_at_most_its_number_of_caches_and_saved_forwards(guarded):
+    """Creations, forks and saved forwards count together; what is deleted makes room again."""
+
+    def send(path, body, media=JSON):
+        return post(guarded, path, body, media, **bearer("few"))
+
+    create = lambda: send("/caches", b'{"layers": 1, "kv_heads": 1, "head_dim": 3}')  # noqa: E731
+    (cache,) = create().json["caches"]
+    named = f'{{"caches": ["{cache["id"]}"]}}'.encode()
+    saved = send("/attention", small(save=True), SAFETENSORS)
+    assert saved.status == 200, saved
+    for refused in (create(), send("/caches/fork", named), send("/attention", small(save=True), SAFETENSORS)):
+        problem(refused, 429, "key_limit")
+    assert send("/caches/delete", named).status == 204
+    assert create().status == 201
+    problem(create(), 429, "key_limit")
