@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from flashpoint_contract.options import ProblemError
+
 _HERE = "flashpoint_kernels.flash_attn"
 _MODULES = ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary")
 TRANSFORMERS = ("5.23",)  # the versions of transformers whose checks this module can replace
@@ -68,7 +70,9 @@ def _checks() -> list[tuple[Any, str, Any]]:
     """Return transformers' checks to replace: (owner, name, new value). Raises RuntimeError for other versions."""
     import transformers
     from transformers import modeling_flash_attention_utils as utils
-    from transformers.modeling_utils import PreTrainedModel
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+    from flashpoint_contract.transformers.checks import no_weights
 
     version = transformers.__version__
     if not version.startswith(tuple(f"{known}." for known in TRANSFORMERS)):
@@ -84,7 +88,16 @@ def _checks() -> list[tuple[Any, str, Any]]:
             return True
         return bool(refuse(self, flash_attn_version, is_init_check))
 
+    computing = AttentionInterface._global_mapping["flash_attention_2"]
+
+    def without_weights(module: Any, *args: Any, **keywords: Any) -> Any:
+        """Refuse `output_attentions`, for which transformers returns an empty tuple and logs a warning."""
+        if keywords.get("output_attentions"):
+            raise no_weights(lambda name, text: ProblemError([(name, text)]))
+        return computing(module, *args, **keywords)
+
     replacements: list[tuple[Any, str, Any]] = [
+        (AttentionInterface._global_mapping, "flash_attention_2", without_weights),
         (PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
         (utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", available),
         (utils, "_loaded_implementation", None),  # makes transformers look up flash-attn's functions again

@@ -130,6 +130,27 @@ def test_uninstalling_brings_the_checks_of_transformers_back(tmp_path: Path) -> 
     )
 
 
+def test_weights_of_the_softmax_are_refused_and_never_empty(tmp_path: Path) -> None:
+    run(
+        MODELS
+        + """
+    model = AutoModelForCausalLM.from_config(configs[0], attn_implementation="flash_attention_2", dtype=torch.bfloat16)
+    tokens = torch.randint(0, 100, (2, 12))
+    try:
+        attentions = model(tokens, output_attentions=True).attentions
+    except ValueError as error:
+        assert str(error).startswith("output_attentions: is True, and this attention does not make"), error
+    else:
+        raise AssertionError(attentions)
+    assert model(tokens).logits.shape == (2, 12, 100)
+    flash_attn.uninstall()
+    model.set_attn_implementation("eager")
+    assert len(model(tokens, output_attentions=True).attentions) == 2
+    """,
+        tmp_path,
+    )
+
+
 def test_another_version_of_transformers_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     run(
         """
