@@ -63,11 +63,21 @@ def conclude(
     """
     for verdict in verdicts:
         print(f"{'yes' if verdict.met else 'NO '}  {verdict.question}  {verdict.found} ({verdict.wanted})")
+    if not all(verdict.met for verdict in verdicts):
+        print(advice(env["load_average"][0], env["cores"]))
     if args.record:
         name = f"{what}-{record.file_name(env['device'])}"
         shutil.copy(args.out / result, ROOT / "benchmarks" / "results" / f"{name}.json")
         shutil.copy(args.out / picture, ROOT / "docs" / "images" / f"{name}.svg")
     return 0 if all(verdict.met for verdict in verdicts) else 1
+
+
+def advice(load: float, cores: int) -> str:
+    """Return what to do about a NO: `load` is the load average before the test."""
+    found = f"load average before the test: {load:.1f} on {cores} cores"
+    if load > cores / 2:
+        return f"{found}. Other programs were busy: end them, and run the test again before you look for a fault."
+    return f"{found}, idle enough: report.html, the steps' `why` and server.log in the folder say what happened."
 
 
 def write(report: Report, env: dict[str, Any], folder: Path) -> None:

@@ -92,3 +92,27 @@ def test_a_wrong_answer_is_seen():
     """The check of the load test accepts a right answer of each case, and rejects wrong and incomplete ones."""
     ran = subprocess.run([sys.executable, "-c", WRONG], cwd=LOADTESTS, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+EXPLAINED = """
+from pathlib import Path
+from types import SimpleNamespace
+import report
+from scenarios import Verdict
+
+args = SimpleNamespace(record=False, out=Path())
+for load, met in ((3.2, False), (0.1, False), (3.2, True)):
+    env = {"load_average": [load, 0, 0], "cores": 2}
+    verdicts = [Verdict("And soon?", "900 ms", "at most 500 ms", met)]
+    code = report.conclude(args, "load", env, verdicts, result="", picture="")
+    print(code)
+"""
+
+
+def test_a_no_is_explained_with_the_load_average():
+    ran = subprocess.run([sys.executable, "-c", EXPLAINED], cwd=LOADTESTS, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    busy, idle, met = (part.split("\n")[1:] for part in ran.stdout.split("And soon?")[1:])
+    assert busy[0].startswith("load average before the test: 3.2 on 2 cores. Other programs were busy: end them")
+    assert idle[0].startswith("load average before the test: 0.1 on 2 cores, idle enough: report.html")
+    assert met[0] == "0"
