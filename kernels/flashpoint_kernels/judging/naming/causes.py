@@ -348,7 +348,8 @@ def _confirmed(
     if mistake.code == "scale" or not (mistake.forward or mistake.backward):  # it was read from the numbers
         again = [o for o in map(trial.run, more) if o.status == "wrong" and o.wrong_outputs]
         codes = [[each.code for each in causes_of(_numbers(o))] for o in again]
-        return None if any(mistake.code not in each for each in codes) else len(again) > 1
+        kinds |= {o.case.values for o in again}
+        return None if any(mistake.code not in each for each in codes) else bool(again) and len(kinds) > 1
     options = {o.case.options for o in explained}  # with others, a kernel may take another path
     passed = [
         o for o in outcomes
