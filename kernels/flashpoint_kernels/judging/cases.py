@@ -266,6 +266,7 @@ CLASSES: dict[str, tuple[tuple[int, int], ...]] = {
     "8,192 keys": ((3, 8192), (2, 8300), (3, 9000), (2, 9216)),
     "1,024 queries": ((1100, 40), (1024, 24), (1025, 33), (2048, 16), (2100, 20)),
     "one query": ((1, 300), (1, 4200), (1, 77), (1, 1024), (1, 130), (1, 2100)),
+    "several blocks": ((260, 390), (300, 270), (257, 400), (384, 260)),
     "many programs": ((5, 130), (8, 80), (3, 150), (17, 70)),
 }
 _LONG = tuple(name for name in CLASSES if "," in name or name == "one query")
@@ -276,10 +277,11 @@ _DIMS = ((64, 64), (128, 128), (72, 72), (32, 32), (104, 104), (16, 16), (112, 1
 _MASKS = tuple(f"-{form}{hidden}" for hidden in ("-tiles", "", "-empty") for form in ("one", "keys", "plane", "heads"))
 
 
-def _options(draw: random.Random, m: int) -> dict[str, dict[str, Any]]:
-    """Return the options that `crossed` combines, with values drawn for m keys."""
-    left = draw.choice([n for n in (0, 1, 15, 16, 31, 63, 64, 100, 127, 255, 1000) if n < m])
-    right = draw.choice([n for n in (0, 3, 16, 63, 200) if n < m])
+def _options(draw: random.Random, m: int, *, narrow: bool = False) -> dict[str, dict[str, Any]]:
+    """Return the options that `crossed` combines, with values drawn for m keys; `narrow`: windows are small."""
+    lefts = (15, 16, 20, 31) if narrow else (0, 1, 15, 16, 31, 63, 64, 100, 127, 255, 1000)
+    left = draw.choice([n for n in lefts if n < m])
+    right = draw.choice([n for n in ((0, 3, 16) if narrow else (0, 3, 16, 63, 200)) if n < m])
     masks = [mask.replace("-plane", draw.choice(("-plane", "-rows", ""))) for mask in draw.sample(_MASKS, 2)]
     return {
         "none": {}, "causal": {"causal": True}, "scale": {"scale": draw.choice((0.3, 1.0, 0.04, 0.25))},
@@ -303,8 +305,9 @@ def crossed(seed: int, quick: bool, takes: Iterable[str], ragged: bool) -> Itera
     few, many, dims = (itertools.cycle(draw.sample(each, len(each))) for each in (_FEW, _MANY, _DIMS))
     lengths = {name: itertools.cycle(draw.sample(each, len(each))) for name, each in CLASSES.items()}
     names = [name for name, given in _options(draw, 64).items() if Case(**given).options <= takes]
-    short = [name for name in CLASSES if name not in _LONG and name != "many programs"]
+    short = [name for name in CLASSES if name not in (*_LONG, "many programs", "several blocks")]
     rows: list[tuple[tuple[str, ...], str]] = [((name,), size) for name in names for size in CLASSES]
+    rows += [((name,), "several blocks") for name in names if "window" in name]  # strips of a block may see no key
     rows += [(pair, draw.choice(short)) for pair in itertools.combinations(names[1:], 2)]
     first = draw.randrange(6)
     for number, (chosen, size) in enumerate(rows):
@@ -315,16 +318,19 @@ def crossed(seed: int, quick: bool, takes: Iterable[str], ragged: bool) -> Itera
         dim, value_dim = min(dim, most), min(value_dim, most)
         if size in _LONG and n > 1:
             batch, q_heads, kv_heads = 1, 2, draw.choice((1, 2))
+        if size == "several blocks":
+            batch, q_heads, kv_heads = draw.choice(((1, 1, 1), (1, 2, 1)))
         given: dict[str, Any] = {}
         for name in chosen:
-            option = _options(draw, m)[name]
+            option = _options(draw, m, narrow=size == "several blocks")[name]
             extras = given.get("extras", ()) + option.get("extras", ())
             given |= option | ({"extras": extras} if extras else {})
         values = "normal" if draw.random() < (0.25 if size in _LONG else 0.6) else "aimed"
         if len({"bool mask", "float mask"} & set(chosen)) > 1 or sum("window" in name for name in chosen) > 1:
             continue
         start = first + number // len(CLASSES) + number % len(CLASSES)
-        for dtype, forward in [kinds[start % 6]] if quick else kinds:
+        kind = ("bfloat16", False) if size == "several blocks" else kinds[start % 6]  # gradients of 16 bits differ most
+        for dtype, forward in [kind] if quick else kinds:
             given |= {"bare": draw.random() < 0.4, "unlike": ragged and draw.random() < 0.8}
             sizes = (batch, q_heads, kv_heads, n, m, dim, value_dim)
             yield _case(values, sizes, dtype=dtype, forward=forward, seed=seed, **given)
@@ -423,6 +429,7 @@ def edges(seed: int) -> Iterator[Case]:
         yield _case("normal", (1, 2, 1, 5, 1030, 64), causal=True, **more)
         yield _case("normal", (1, 2, 1, 33, 70, 192), causal=True, **more)
         yield _case("normal", (1, 1, 1, 20, 50, 256), **more)
+        yield _case("normal", (2, 4, 2, 1, 150, 256), **more)
 
 
 def usual(seed: int) -> Iterator[Case]:

@@ -78,7 +78,10 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
     ]  # fmt: skip
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__name__", type(function).__name__)
-    return {"name": name, "module": module, "parameters": listed if known else None}
+    interpreted = any(type(each).__name__ == "InterpretedFunction" for each in gc.get_objects())
+    return {
+        "name": name, "module": module, "parameters": listed if known else None, "interpreted": interpreted,
+    }  # fmt: skip
 
 
 def told(error: BaseException) -> dict[str, Any]:
@@ -308,8 +311,8 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
         for n, (_, _, wanted, ups, more) in enumerate(calls):
             if not wanted or "o" not in outputs[n] or not outputs[n]["o"].requires_grad:
                 continue
-            for t in given.values() if "change" in more else ():
-                zero(t.detach())
+            for name in wanted if "zeroed" in more else ():
+                zero(given[name].detach())
             try:
                 answers += back(n, outputs[n], given, wanted, ups, more)
             except BaseException as error:

@@ -337,7 +337,9 @@ class _Judgement:
             text = f"{gain}{f', with {option}' if option else ''}"
             old = largest[name, dtype, option]
             self.outcomes.append(
-                replace(old, relation="gain", status=gain.verdict, text=text, answers={}, excess={}, strict={})
+                replace(
+                    old, relation="gain", mode=None, status=gain.verdict, text=text, answers={}, excess={}, strict={}
+                )
             )
 
     def relate(self) -> None:
@@ -349,6 +351,8 @@ class _Judgement:
                 self.tell(f"{outcome.relation}, {case.dtype}")
                 self.outcomes.append(outcome)
             if number == 0:
+                for found in relations.other_derivatives(trial, case):
+                    self.note(found)
                 self.properties += [relations.batch_invariant(trial, case), relations.masked_nan(trial, case)]
                 property_of_lse, outcome_of_lse = relations.lse_gradient(trial, case)
                 self.properties.append(property_of_lse)
@@ -356,21 +360,27 @@ class _Judgement:
                     outcome_of_lse.status, outcome_of_lse.relation = "wrong", "the gradient of lse"
                     self.outcomes.append(outcome_of_lse)
         for found in dropping.dropout(trial, self.dtypes, self.seed):
-            if isinstance(found, Property):
-                self.properties = [p for p in self.properties if p.name != found.name] + [found]
-            else:
-                self.outcomes.append(found)
+            self.note(found)
         if chosen:
             self.repeat(chosen)
+            for found in relations.compiled(trial, chosen[0]):
+                self.note(found)
+            trial.worker.stop()  # the compiler leaves threads
+
+    def note(self, found: Outcome | Property) -> None:
+        if isinstance(found, Outcome):
+            self.outcomes.append(found)
+        else:
+            self.properties = [p for p in self.properties if p.name != found.name] + [found]
 
     def repeat(self, chosen: list[Case]) -> None:
         trial = self.trial
         small = chosen[0]
         wide = replace(small, batch=1, q_len=130, kv_len=257, causal="causal" in trial.signature.options)
         wide = replace(wide, q_heads=2, kv_heads=2) if trial.signature.packed != "qkv" else small
-        listed = list(
-            dict.fromkeys(case for case in (small, wide, *chosen[1:]) if trial.signature.refuses(case) is None)
-        )
+        quick = replace(small, forward=True, batch=1, q_len=8, kv_len=24)  # many calls, as inference has them
+        fitted = (trial.fitted(case) for case in (small, quick, wide, *chosen[1:]))
+        listed = list(dict.fromkeys(case for case in fitted if case is not None))
         calls, forward, gradient = [], False, False
         for repeated in relations.repeats(trial, listed, QUICK_REPEATS if self.quick else REPEATS, self.tell):
             if isinstance(repeated, Outcome):

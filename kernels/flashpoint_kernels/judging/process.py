@@ -46,7 +46,7 @@ _MODES = (
     "threads",
     "num_threads",
 )  # of the calls
-_FURTHER = ("twice", "second", "change")  # entries of a request that concern its backward
+_FURTHER = ("twice", "second", "zeroed")  # entries of a request that concern its backward
 _TOLD = ("PYTEST_", "COV_", "_=")  # beginnings of variables that would tell who started a process
 
 
@@ -270,7 +270,7 @@ class Worker:
         - `no_grad`, `inference_mode`, `autocast` and `default_dtype` (names of types), `num_threads`, `compile` (by
           torch.compile with aot_eager), `poison` (NaN in memory that is not initialised), `stream`: how it is called.
         - `dlse`: a gradient of lse is in `tensors`. `twice`: run the backward twice. `second`: names of tensors by
-          gradient, {"dq": "ddq"}; differentiate once more. `change`: zero the inputs between forward and backward.
+          gradient, {"dq": "ddq"}; differentiate once more. `zeroed`: zero the inputs between forward and backward.
         - `calls`: a list of requests, in place of one; all forwards run before the first backward. `threads`: each
           call runs in a thread of its own, all at once. The answers of call n > 0 have the prefix `n.`.
         - `times`, `within`: repeat the calls so often, and at most for so many seconds.

@@ -15,6 +15,7 @@ from flashpoint_kernels.judging.cases import BASE, Case
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.trial import Outcome, Trial, reseeded
 
+_SECOND = ("ddq", "ddk", "ddv")
 VIEWS = ("transposed", "rows", "strided", "offset", "misaligned", "columns")
 _VIEWED = {
     "transposed": "transposed inputs", "rows": "inputs that are rows of a wider tensor",
@@ -49,6 +50,102 @@ def purity(trial: Trial, case: Case) -> Iterator[Outcome]:
         fitted = trial.fitted(each)
         if fitted is not None:
             yield trial.run(fitted, relation, **mode)
+    yield from shared_memory(trial, case)
+    yield from contexts(trial, case)
+
+
+def shared_memory(trial: Trial, case: Case) -> Iterator[Outcome]:
+    """Yield calls whose inputs share memory, or have strides of 0."""
+    s = trial.signature
+    if s.packed:
+        return
+    square = replace(case, kv_heads=case.q_heads, kv_len=case.q_len)
+    for each in (case, square, replace(square, causal="causal" in s.options)):
+        if (fitted := trial.fitted(each)) is None:
+            continue
+        tensors = values.draw(fitted)
+        yield trial.run(fitted, "inputs in one storage", memory="storage")
+        if tensors["q"].shape == tensors["k"].shape == tensors["v"].shape:
+            yield trial.run(fitted, "inputs that are rows of one tensor", memory="rows")
+        if tensors["k"].shape == tensors["v"].shape and not s.ragged:
+            yield trial.run(fitted, "v that is k", change={"v": tensors["k"]}, memory="v is k")
+            yield trial.run(fitted, "v that is k", change={"v": tensors["k"]}, memory="v is k", leaves=[])
+        for axis, letter in enumerate("bh"):
+            if s.ragged or letter not in s.layout or tensors["k"].shape[axis] < 2:
+                continue
+            form = "batch" if letter == "b" else "heads"
+            for names in (("k", "v"), ("q",), ("do",)):
+                same = {n: tensors[n].narrow(axis, 0, 1).expand(tensors[n].shape).contiguous() for n in names}
+                relation = "a gradient of o in another memory form" if names == ("do",) else "inputs with a stride of 0"
+                yield trial.run(fitted, relation, change=same, memory=f"{form} {' '.join(names)}")
+                if names != ("do",):
+                    yield trial.run(fitted, relation, change=same, memory=f"{form} {' '.join(names)}", leaves=[])
+    if "attn_mask" in s.options:
+        for view in ("transposed", "strided", "offset", "columns"):
+            masked = trial.fitted(replace(case, mask="float-one" if view in ("offset", "strided") else "bool"))
+            if masked is not None:
+                yield trial.run(masked, "a mask in another memory form", views={"attn_mask": view})
+        masked = trial.fitted(replace(case, mask="float-heads"))
+        if masked is not None and "h" in s.layout:
+            mask = values.draw(masked)["attn_mask"]
+            mask = mask[:, :1].expand(mask.shape).contiguous()
+            yield trial.run(
+                masked, "a mask in another memory form", change={"attn_mask": mask}, memory="heads attn_mask"
+            )
+
+
+def contexts(trial: Trial, case: Case) -> Iterator[Outcome]:
+    """Yield calls in other contexts: threads, modes of torch, several layers, inputs that change."""
+    other = reseeded(case, case.seed + 9)
+    yield from trial.together(case, other, "two forwards before their backwards")
+    yield trial.run(case, "inference mode", inference_mode=True, leaves=[])
+    yield trial.run(case, "another thread", threads=True)
+    yield trial.run(case, "another thread", threads=True, leaves=[])
+    if not trial.interpreted:
+        plain, less = (replace(each, forward=True) for each in (case, other))
+        for first, second in ((case, other), (plain, less), (other, case), (less, plain)):
+            yield from trial.together(first, second, "two threads at once", threads=True)
+    outcome = trial.run(case, "inputs that change before the backward", zeroed=True)
+    if "grad_error" in outcome.facts:  # an error tells the caller
+        outcome.status, outcome.text = "right", ""
+    yield outcome
+    if case.dtype == "bfloat16" and trial.signature.style != "sdpa":
+        for forward in (False, True):
+            yield trial.run(replace(case, forward=forward), "autocast", autocast="bfloat16")
+
+
+def compiled(trial: Trial, case: Case) -> Iterator[Outcome | Property]:
+    """Yield calls under torch.compile, if it can trace the function."""
+    for each in (case, reseeded(case, case.seed + 3), replace(case, causal="causal" in trial.signature.options)):
+        outcome = trial.run(each, "torch.compile", compile=True)
+        if outcome.status in ("refused", "ended") or "grad_error" in outcome.facts:
+            yield Property("compile", "not tested", f"torch.compile: {outcome.text[:200]}")
+            return
+        yield outcome
+
+
+def other_derivatives(trial: Trial, case: Case) -> Iterator[Outcome | Property]:
+    """Yield a second derivative, and a call in float64, each of which a function may refuse."""
+    if (fitted := trial.fitted(replace(case, dtype="float64"))) is not None:
+        double = replace(fitted, dtype="float64")
+        outcome = trial.run(double, "float64")
+        if outcome.failed and outcome.status != "ended":  # it holds no more than float32 does
+            outcome.status = "imprecise"
+            yield outcome
+            yield Property("float64", "fails", "inputs in float64 are accepted, but computed with less: refuse them")
+    g = torch.Generator("cpu").manual_seed(case.seed)
+    tensors = values.draw(case)
+    if trial.signature.packed or trial.signature.ragged or case.dtype != "float32":
+        return
+    tops = {f"dd{n}": torch.randn(tensors[n].shape, generator=g, dtype=torch.float32, device="cpu") for n in "qkv"}
+    second = {f"d{n}": f"dd{n}" for n in "qkv"}
+    outcome = trial.run(case, "a second derivative", change=tops, second=second, leaves=["q", "k", "v", "do"])
+    outcome.status = "right"  # the gradient of do, and errors, are no failures here
+    if outcome.facts.get("second") and "grad_error" not in outcome.facts and not any(
+        bool(t.any()) for n, t in outcome.answers.items() if n in _SECOND
+    ):  # fmt: skip
+        outcome.status, outcome.text = "wrong", "a second derivative is 0: mark the backward as differentiable once"
+        yield outcome
 
 
 def _pure(trial: Trial, case: Case) -> Iterator[tuple[Case, str, dict[str, Any]]]:

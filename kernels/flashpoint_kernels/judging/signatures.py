@@ -190,7 +190,9 @@ class Call:
     problem: Problem  # of direction `backward`, with do; also used to judge o and lse
     signature: Signature
 
-    def canonical(self, answers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None]:
+    def canonical(
+        self, answers: Mapping[str, Tensor], *, any_type: bool = False
+    ) -> tuple[dict[str, Tensor], str | None]:
         """Return answers in bhsd (or thd) by Flashpoint's names, and a message about a wrong shape or type, or None."""
         s, spec = self.signature, self.problem.spec
         canonical: dict[str, Tensor] = {}
@@ -215,7 +217,7 @@ class Call:
             if wanted is not None and tuple(canonical[name].shape) != tuple(wanted):
                 expected = list(self.tensors["do"].shape)
                 return {}, f"o has shape {list(t.shape)}, but must have {expected} (layout {s.layout})"
-            if name == "o" and t.dtype != self.problem.tensors["q"].dtype:
+            if name == "o" and not any_type and t.dtype != self.problem.tensors["q"].dtype:
                 return {}, f"o is {str(t.dtype)[6:]}, but must be {spec.dtype}, as q is"
         return canonical, None
 
@@ -231,7 +233,7 @@ def _to_bhsd(t: Tensor, layout: str) -> Tensor:
     return full.permute([letters.index(letter) for letter in "bhsd"])
 
 
-def _from_bhsd(t: Tensor, layout: str) -> Tensor:
+def from_bhsd(t: Tensor, layout: str) -> Tensor:
     permuted = t.permute(
         *("bhsd".index(letter) for letter in layout), *("bhsd".index(x) for x in "bhsd" if x not in layout)
     )
@@ -279,7 +281,7 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
     if "attn_mask" in sent and sent["attn_mask"].dtype != torch.bool:
         options = replace(options, grads=("dq", "dk", "dv"))
     problem = Problem.create(sent, options, "backward")
-    given = {n: t if s.ragged or n not in ("q", "k", "v", "do") else _from_bhsd(t, s.layout) for n, t in sent.items()}
+    given = {n: t if s.ragged or n not in ("q", "k", "v", "do") else from_bhsd(t, s.layout) for n, t in sent.items()}
     leaves = ["q", "k", "v"]
     if s.packed == "qkv":
         given["qkv"] = torch.stack([given.pop(n) for n in "qkv"], dim=-3)

@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from flashpoint_kernels.judging.cases import ANSWERS, BASE, OUTPUTS, Case
 from flashpoint_kernels.judging.exact import bounds, places
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.process import EndedError, Worker
-from flashpoint_kernels.judging.signatures import Call, Signature, UnusableError, call_of
+from flashpoint_kernels.judging.signatures import Call, Signature, UnusableError, call_of, from_bhsd
 
 CACHE_BYTES = 192 << 20  # bytes of exact answers that are kept for the judgement of the next function
 _BUGS = {
@@ -34,6 +34,8 @@ _BUGS = {
     "AssertionError",
 }
 _EXTRA = ("attn_mask", "sinks")  # inputs whose gradients a function need not have
+_SECOND = ("ddq", "ddk", "ddv")  # upstream gradients of a second derivative
+_OF_CALL = ("error", "grad_error", "bad", "unused", "grad", "lse_grad")  # facts of each call, not of all
 _CUDA = ("CUDA error", "illegal memory access", "device-side assert", "misaligned address")
 _MANY = 0.1  # fraction of the calls that run with several threads of torch
 Exact = tuple[dict[str, Limits], Tensor]  # the limits of each answer, and which rows are ill-posed
@@ -141,6 +143,7 @@ class Trial:
         self.precision, self.timeout, self.nan_rows = precision, timeout, nan_rows
         self.ended = 0
         self.forward_only = False
+        self.interpreted = bool(worker.about.get("interpreted"))  # by Triton's interpreter
         self.extra = True  # gradients of masks and sinks are requested
         self.shapes: Any = None  # the `Shapes` that the function accepts, once a case was refused
         self.timed: list[tuple[int, int, float]] = []  # (number of scores, of programs, seconds) of each call
@@ -174,6 +177,7 @@ class Trial:
         *,
         change: Mapping[str, Tensor] | None = None,
         known: Exact | None = None,
+        memory: str = "",
         **mode: Any,
     ) -> Outcome:
         """Call the function on a case, and judge its answers. Raises StopError.
@@ -183,6 +187,7 @@ class Trial:
             relation: The property that the call tests, for the report.
             change: Tensors in place of the case's own, bhsd.
             known: Exact answers to compare with; by default they are computed from the tensors.
+            memory: How inputs share memory, see `values.shared`.
             mode: Further entries of the request, see `Worker.ask`: leaves, views, reuse, twice, no_grad, …
         """
         ahead = self.ahead.pop(case, None)
@@ -190,7 +195,8 @@ class Trial:
             call, limits_and_rows = ahead.result()
             known = known or (None if mode else limits_and_rows)
         else:
-            call = call_of(self.signature, case, values.draw(case) | dict(change or {}), self.precision)
+            own = {n: t for n, t in (change or {}).items() if n not in _SECOND}
+            call = call_of(self.signature, case, values.draw(case) | own, self.precision)
         request = call.request | mode
         if self.forward_only or case.forward:
             request["leaves"] = []
@@ -201,33 +207,77 @@ class Trial:
         if not request["leaves"]:
             request.pop("twice", None)
         sent = call.tensors if request["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
+        sent = sent | {n: from_bhsd(t, self.signature.layout) for n, t in (change or {}).items() if n in _SECOND}
+        if memory:
+            sent = values.shared(sent, memory, "thd" if self.signature.ragged else self.signature.layout)
+        if "autocast" in mode:  # the inputs have float32, and hold what the case's type holds
+            sent = {n: t.float() if t.is_floating_point() else t for n, t in sent.items()}
         if relation == "accuracy" and not mode and self.worker.random.random() < _MANY:
             request["num_threads"] = 2  # an answer must not depend on it, nor a function know the judge by it
-        outcome = Outcome(case, call, relation, request=request, mode=None if change else dict(mode))
-        try:
-            self._ask(outcome, sent, known)
-        except EndedError as error:
-            self.ended += 1
-            outcome.status, outcome.text = "ended", str(error)
-            outcome.facts["ended"] = error.kind
-            if error.kind == "hang":
-                self.ended += 1
-        if outcome.status == "right" and not outcome.failed:
-            self._judge(outcome)
+        repeated = None if change else mode | ({"memory": memory} if memory else {})
+        outcome = Outcome(case, call, relation, request=request, mode=repeated)
+        self._ask([outcome], sent, [known])
         return outcome
 
-    def _ask(self, outcome: Outcome, sent: Mapping[str, Tensor], known: Any) -> None:
+    def together(self, case: Case, other: Case, relation: str, **mode: Any) -> list[Outcome]:
+        """Call the function on two cases, both forwards before the first backward; return both outcomes."""
+        outcomes, requests = [], []
+        sent: dict[str, Tensor] = {}
+        for n, each in enumerate((case, other)):
+            call = call_of(self.signature, each, values.draw(each), self.precision)
+
+            def named(x: Any, n: int = n) -> Any:
+                return {"tensor": f"{n}.{x['tensor']}"} if isinstance(x, dict) else x
+
+            sent |= {f"{n}.{name}": t for name, t in call.tensors.items()}
+            requests.append({
+                "args": [named(x) for x in call.request["args"]],
+                "kwargs": {name: named(x) for name, x in call.request["kwargs"].items()},
+                "leaves": [f"{n}.{name}" for name in call.request["leaves"] if self.extra or name not in _EXTRA],
+                "upstream": f"{n}.do",
+            })  # fmt: skip
+            outcomes.append(Outcome(each, call, relation, request=call.request, mode=None))
+        for outcome in outcomes:
+            outcome.request = {"calls": requests, "leaves": outcome.request["leaves"]} | mode
+        self._ask(outcomes, sent, [None, None])
+        return outcomes
+
+    def _ask(self, outcomes: list[Outcome], sent: Mapping[str, Tensor], known: Sequence[Exact | None]) -> None:
+        """Send a call, or two at once, and judge their answers."""
         clock = self.clock
         if clock.left < 0:
             raise StopError("there was no time left")
         if self.ended > 5:
             raise StopError("the function's process had ended too often")
-        self.worker.ask(outcome.request, sent)
-        limits_and_rows = known or exact(outcome.call, gradients=bool(outcome.request["leaves"]))
-        facts, answers = self._answer(min(self.timeout, max(5.0, clock.left)))
+        try:
+            self.worker.ask(outcomes[0].request, sent)
+            exacts = [
+                each or exact(o.call, gradients=bool(o.request["leaves"]))
+                for o, each in zip(outcomes, known, strict=True)
+            ]  # fmt: skip
+            facts, answers = self._answer(min(self.timeout, max(5.0, clock.left)))
+        except EndedError as error:
+            self.ended += 1 + (error.kind == "hang")
+            for outcome in outcomes:
+                outcome.status, outcome.text = "ended", str(error)
+                outcome.facts["ended"] = error.kind
+            return
         clock.calls += 1
-        outcome.facts = facts
         clock.kernel += facts.get("seconds", 0.0)
+        for n, outcome in enumerate(outcomes):
+            own, given = answers, facts
+            if len(outcomes) > 1:
+                ours = {name: t for name, t in answers.items() if name.startswith("1.") == bool(n)}
+                own = {name.removeprefix("1.").replace(f"{n}.", ""): t for name, t in ours.items()}
+                given = {x: v for x, v in facts.items() if x[:2] != "1." and (not n or x not in _OF_CALL)}
+                given |= {x[2:]: v for x, v in facts.items() if n and x[:2] == "1."}
+                given["unused"] = [name.partition(".")[2] for name in given.get("unused", ())]
+            self._settle(outcome, given, own, exacts[n])
+            if outcome.status == "right":
+                self._judge(outcome)
+
+    def _settle(self, outcome: Outcome, facts: dict[str, Any], answers: dict[str, Tensor], known: Exact) -> None:
+        outcome.facts = facts
         error = facts.get("error")
         if error is None:
             case = outcome.case
@@ -241,11 +291,11 @@ class Trial:
         if "bad" in facts:
             outcome.status, outcome.text = "wrong", facts["bad"]
             return
-        outcome.answers, bad = outcome.call.canonical(answers)
+        outcome.answers, bad = outcome.call.canonical(answers, any_type="autocast" in outcome.request)
         if bad is not None:
             outcome.status, outcome.text = "wrong", bad
             return
-        limits, ill = limits_and_rows
+        limits, ill = known
         outcome.limits, outcome.ill_rows = limits, ill
         outcome.ill = float(ill.float().mean()) if ill.numel() else 0.0
 
@@ -351,7 +401,7 @@ class Trial:
             problems.append(
                 f"{name} shares memory with {'the input ' + other if other != 'an earlier answer' else other}"
             )
-        if facts.get("state"):
+        if facts.get("state") and "compile" not in outcome.request:  # the compiler starts threads
             problems.append(f"the call changes torch's {', '.join(facts['state'])}")
         if any(ratio > 1 for ratio in outcome.excess.values()) or problems:
             outcome.status = "wrong"
@@ -453,7 +503,7 @@ def varied(case: Case, seed: int) -> Case:
     draw = random.Random(reseeded(case, seed).seed)
 
     def length(n: int) -> int:
-        return n if n < 17 or n % 16 in (0, 1) else n // 16 * 16 + draw.randint(2, 15)
+        return n if n < 17 or n % 16 in (0, 1, 15) else n // 16 * 16 + draw.randint(2, 15)
 
     q_len, kv_len = length(case.q_len), length(case.kv_len)
     if (

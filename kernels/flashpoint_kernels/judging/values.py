@@ -305,6 +305,29 @@ def draw(case: Any) -> dict[str, Tensor]:
     return tensors
 
 
+def shared(tensors: Mapping[str, Tensor], form: str, layout: str) -> dict[str, Tensor]:
+    """Return tensors with the same values that share memory.
+
+    Forms: `storage`: q, k and v lie one after another in one storage. `rows`: they are rows of one tensor, as after one
+    projection; they must have one shape. `v is k`: v is k. `heads q k …`: these tensors have a stride of 0 over heads;
+    `batch …`: over sequences. Their values must be equal there.
+    """
+    made = dict(tensors)
+    kind, *names = form.split() if form != "v is k" else (form,)
+    if kind == "storage":
+        room = torch.cat([made[n].flatten() for n in "qkv"])
+        parts = torch.split(room, [made[n].numel() for n in "qkv"])
+        made |= {n: part.view(made[n].shape) for n, part in zip("qkv", parts, strict=True)}
+    elif kind == "rows":
+        made |= dict(zip("qkv", torch.stack([made[n] for n in "qkv"], -2).unbind(-2), strict=True))
+    elif kind == "v is k":
+        made["v"] = made["k"]
+    for name in names:
+        axis = 1 if name == "attn_mask" else layout.index(kind[0])
+        made[name] = made[name].narrow(axis, 0, 1).clone().expand(made[name].shape)
+    return made
+
+
 def _mask(case: Any, normal: Callable[..., Tensor], g: torch.Generator) -> Tensor:
     """Return a mask of the form and with the hidden keys that `case.mask` names (see `Case`)."""
     b, hq, n, m = case.batch, case.q_heads, case.q_len, case.kv_len

@@ -91,7 +91,7 @@ class Answers:
     def begin(self, inputs: Mapping[str, Tensor], blocks: list[bytes], request: Mapping[str, Any]) -> None:
         """Prepare for the answers to a call."""
         self.blocks, self.repeated = blocks, "times" in request
-        self.overwritten = any(each.get("change") for each in [request, *request.get("calls", ())])
+        self.overwritten = any(each.get("zeroed") for each in [request, *request.get("calls", ())])
         names: dict[int, list[str]] = {}
         at: dict[int, int] = {}
         for name, t in inputs.items():
