@@ -10,7 +10,7 @@ import pytest
 import flashpoint_kernels
 from flashpoint_contract.judging import Report
 from flashpoint_kernels import available_backends
-from tests.conftest import DEVICE, FUSED
+from tests.conftest import DEVICE
 from tests.support.kernels.judged import OTHERS, OURS, SDPA, installed
 
 ON_GPU = DEVICE == "cuda"
@@ -37,11 +37,8 @@ def test_our_kernels_are_right(backend: str, causal: bool) -> None:
     assert set(report.outputs) >= {"o", "lse", "dq", "dk", "dv"}
 
 
-# On the CPU, only the wide sweep (the marker `full`) judges backends other than torch.
-@pytest.mark.parametrize(
-    "backend",
-    [pytest.param(n, marks=pytest.mark.slow if n == FUSED or ON_GPU else pytest.mark.full) for n in OURS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", OURS)
 def test_our_kernels_are_right_in_all_quick_cases(backend: str) -> None:
     if backend not in available_backends(DEVICE) or (backend == "triton" and not ON_GPU):
         pytest.skip(f"{backend} is not judged on {DEVICE}")

@@ -97,7 +97,7 @@ class Case:
         draw = random.Random(self.seed)
         lengths = [(draw.randint(1, self.q_len), draw.randint(1, self.kv_len)) for _ in range(self.batch)]
         lengths[0] = self.q_len, self.kv_len
-        if self.batch > 2:
+        if self.batch > 3:
             lengths[1:3] = [(0, lengths[1][1]), (lengths[2][0], 0)]
         draw.shuffle(lengths)
         return lengths
@@ -332,7 +332,7 @@ def crossed(seed: int, quick: bool, takes: Iterable[str], ragged: bool) -> Itera
         kind = ("bfloat16", False) if size == "several blocks" else kinds[start % 6]  # gradients of 16 bits differ most
         for dtype, forward in [kind] if quick else kinds:
             given |= {"bare": draw.random() < 0.4, "unlike": ragged and draw.random() < 0.8}
-            sizes = (batch, q_heads, kv_heads, n, m, dim, value_dim)
+            sizes = (max(batch, 4) if given["unlike"] else batch, q_heads, kv_heads, n, m, dim, value_dim)
             yield _case(values, sizes, dtype=dtype, forward=forward, seed=seed, **given)
 
 

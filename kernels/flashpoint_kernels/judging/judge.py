@@ -35,6 +35,7 @@ from flashpoint_kernels.judging.signatures import UnusableError
 from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, reseeded, varied
 
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
+_INTERPRETED = "Triton's interpreter computes with the bit patterns of bfloat16"
 REPEATS, QUICK_REPEATS = 12.0, 1.5  # seconds for calls that are repeated with the same inputs
 AHEAD = 6  # number of coming cases whose exact answers are computed while the function runs
 
@@ -124,7 +125,12 @@ def judge(
             nan_rows=nan_rows,
         )
         name = function if isinstance(function, str) else f"{about['module']}:{about['name']}"
-        judgement = _Judgement(trial, name, dtypes or TYPES, quick, seed, require, progress, layout is None)
+        chosen = tuple(each for each in dtypes or TYPES if not (trial.interpreted and each == "bfloat16"))
+        if not chosen:
+            raise UnusableError(f"{_INTERPRETED}: judge float32 and float16, or run it on a GPU")
+        judgement = _Judgement(trial, name, chosen, quick, seed, require, progress, layout is None)
+        if len(chosen) < len(dtypes or TYPES):
+            judgement.skip("bfloat16", _INTERPRETED)
         return judgement.run(only, Path(save) if save is not None else None)
     except NotLoadedError as error:
         raise UnusableError(str(error)) from None

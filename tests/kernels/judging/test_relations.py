@@ -25,9 +25,11 @@ CASE = Case(batch=2, q_heads=4, kv_heads=2, q_len=33, kv_len=77, head_dim=64, va
 def trial_of(function: Any) -> Iterator[Trial]:
     worker = Worker(target_of(function), "cpu")
     made = Trial(worker, signature_of(worker.start()), Clock(1e9), precision="ieee", timeout=60.0, nan_rows=False)
-    yield made
-    made.close()
-    worker.close()
+    try:
+        yield made
+    finally:
+        made.close()
+        worker.close()
 
 
 def failures(found: Iterator[Outcome | Property]) -> set[str]:

@@ -1,14 +1,11 @@
 """The AMX kernels are right on processors with AVX-512 but no AMX, where C code emulates the tile instructions."""
 
-import ctypes
-import subprocess
-
 import pytest
 import torch
 
 from flashpoint_kernels import Options, attention, attention_backward, native, verify
-from flashpoint_kernels.native import build
 from tests.kernels.conftest import LEVELS
+from tests.support.kernels import tiles_in_c
 from tests.support.kernels.shared_pages import check
 from tests.support.kernels.solving import normal, qkv
 
@@ -17,25 +14,7 @@ pytestmark = pytest.mark.skipif("avx512" not in LEVELS, reason="tiles are vector
 
 @pytest.fixture(scope="module")
 def in_c(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
-    command = build.compiler()
-    assert command is not None
-    folder = tmp_path_factory.mktemp("tiles")
-    flags = [*build.FLAGS, *build.X86_64["avx512"].split(), "-Werror", "-O1"]
-    tiles_in_c = ["-DTILES_IN_C", "-DISA=tiles"]
-    # If products may overflow, the tiled gradient calls the AVX-512 kernel for them.
-    parts = {"forward": tiles_in_c, "backward": tiles_in_c, "large": ["-DISA=avx512"]}
-    for name, options in parts.items():
-        source = str(build.HERE / ("forward.c" if name == "forward" else "backward.c"))
-        compiled = [*command, *flags, *options, "-c", source, "-o", str(folder / f"{name}.o")]
-        ran = subprocess.run(compiled, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
-    made = folder / "tiles.so"
-    objects = [str(folder / f"{name}.o") for name in parts]
-    subprocess.run([*command, "-shared", *objects, "-o", str(made), "-lm"], check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(made))
-    names = native.Functions._fields[1:]
-    tiles = native.Functions("c-tiles", *(loaded[f"flashpoint_{name}_tiles"] for name in names))
-    return native.Library(tiles, tiles)
+    return tiles_in_c.loaded(tiles_in_c.library(tmp_path_factory.mktemp("tiles")))
 
 
 # Queries 96 to 127 of the second block of 128 see nothing of some block of keys. In the first window the keys that they
