@@ -20,7 +20,7 @@ _FLOAT32_IN_TF32 = ("sdpa_efficient", "sdpa_cudnn")
 
 
 def _judged(function: Callable[..., Any] | str, **more: Any) -> Report:
-    given = {"seconds": 200.0, "timeout": 120.0} if ON_GPU else {"seconds": 60.0}
+    given = {"seconds": 200.0, "timeout": 120.0} if ON_GPU else {"seconds": 400.0}
     return flashpoint_kernels.judge(function, quick=True, device=DEVICE, **(given | more))
 
 
