@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flashpoint_contract.options import ProblemError
@@ -21,7 +20,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # The types of devices that have autocast: found here, because torch.compile cannot trace `is_autocast_available` in
 # torch 2.11.
-_BATCHED = ("FuncTorchBatched", "Batched")  # wrappers of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
 _AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
@@ -94,39 +92,3 @@ def refuse_nested(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
                 name,
                 "is a NestedTensor: pass its values() with layout='thd', and its offsets() as cu_seqlens_q and _k",
             )])  # fmt: skip
-
-
-def refuse_transforms(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Raise RuntimeError if torch.func or forward-mode AD differentiates a tensor, ProblemError for a NestedTensor."""
-    if torch.compiler.is_compiling():
-        return
-    functorch, level, unpack = torch._C._functorch, forward_ad._current_level, _unpack
-    for name, t in tensors:
-        if t is None:
-            continue
-        if t.is_nested:
-            raise ProblemError([(
-                name,
-                "is a NestedTensor: pass its values() with layout='thd', and its offsets() as cu_seqlens_q and _k",
-            )])  # fmt: skip
-        tracked = False
-        while functorch.is_functorch_wrapped_tensor(t):  # wrapped by vmap, or by a derivative
-            tracked = tracked or functorch.is_gradtrackingtensor(t)
-            t = functorch.get_unwrapped(t)
-        if level >= 0 and (tracked or unpack(t).tangent is not None):
-            raise RuntimeError("forward-mode derivatives of attention are not available; use backward()")
-        if tracked:
-            raise RuntimeError("torch.func does not differentiate attention: use backward() or torch.autograd.grad")
-
-
-def refuse_batched_gradients(*grads: Tensor | None) -> None:
-    """Raise RuntimeError if `torch.vmap` or `is_grads_batched` runs a backward pass for a batch of gradients."""
-    if torch.compiler.is_compiling():
-        return
-    for t in grads:
-        keys = None if t is None else torch._C._dispatch_keys(t)
-        if keys is not None and any(keys.has(key) for key in _BATCHED):
-            raise RuntimeError("vmap of a gradient of attention is not available: call backward() for each")
-
-
-_unpack: Any = forward_ad.unpack_dual

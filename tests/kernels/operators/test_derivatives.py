@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, func
 from torch.autograd import forward_ad, functional
 
-from flashpoint_kernels import ProblemError, attention, attention_backward
+from flashpoint_kernels import ProblemError, attention, attention_backward, flex_attention
 from tests.conftest import DEVICE
 from tests.support.covering import covering
 from tests.support.kernels.solving import normal
@@ -244,11 +244,56 @@ def test_each_transform_is_right(transform: str, options: dict[str, Any]) -> Non
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
+TABLE, ROWS = normal(2, 11, seed=7), torch.arange(6, dtype=torch.int64, device=DEVICE)
+
+
+def flex(q: Tensor, table: Tensor = TABLE) -> Tensor:
+    """Return flex_attention with a score_mod that is not linear and captures a table."""
+    return flex_attention(q, OTHER, OTHER, lambda s, b, h, i, j: 2 * torch.tanh(s) * table[h, i - j + 5] + 0.1 * s * s)
+
+
+def flex_formula(q: Tensor, table: Tensor = TABLE) -> Tensor:
+    s = q @ OTHER.mT / q.shape[-1] ** 0.5
+    return torch.softmax(2 * torch.tanh(s) * table[:, ROWS[:, None] - ROWS + 5] + 0.1 * s * s, -1) @ OTHER
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(t, marks=[pytest.mark.slow] if "hessian" in t or t == "jacrev of jacfwd" else [])
+        for t in TRANSFORMS
+    ],
+)
+def test_each_transform_of_flex_attention_is_right(transform: str) -> None:
+    if transform == "linearize":  # it traces with tensors without values, which flex's blocks need
+        with pytest.raises(RuntimeError, match="tracing tensor"):
+            TRANSFORMS[transform](flex)
+        return
+    found, expected = TRANSFORMS[transform](flex), TRANSFORMS[transform](flex_formula)
+    assert found.abs().max() > 0
+    torch.testing.assert_close(found, expected, rtol=5e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 11), (2, 1), (1, 11)], ids=str)
+def test_flex_differentiates_captured_tables_twice(shape: tuple[int, int]) -> None:
+    """Expanded tables, too: a captured tensor of size 1 in a dimension is the sum of what its elements get."""
+    inputs = X.double().requires_grad_(), normal(*shape, seed=8).double().requires_grad_()
+
+    def solve(q: Tensor, table: Tensor) -> Tensor:
+        whole, other = table.expand(2, 11), OTHER.double()
+        return flex_attention(q, other, other, lambda s, b, h, i, j: torch.sin(s) * whole[h, i - j + 5])
+
+    assert torch.autograd.gradcheck(solve, inputs, fast_mode=True, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(solve, inputs, fast_mode=True)
+
+
 @pytest.mark.parametrize("transform", REFUSED)
 def test_what_is_not_available_raises(transform: str) -> None:
     message, call = REFUSED[transform]
     with pytest.raises(RuntimeError, match=message):
         call(lambda q: attention(q, OTHER, OTHER))
+    with pytest.raises(RuntimeError, match=message):
+        call(flex)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
