@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flashpoint_contract.options import ProblemError
@@ -92,3 +93,21 @@ def refuse_nested(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
                 name,
                 "is a NestedTensor: pass its values() with layout='thd', and its offsets() as cu_seqlens_q and _k",
             )])  # fmt: skip
+
+
+def refuse_transforms(tensors: Sequence[tuple[str, Tensor | None]]) -> None:
+    """Raise RuntimeError if torch.func or forward-mode AD differentiates a tensor, ProblemError for a NestedTensor."""
+    refuse_nested(tensors)
+    if torch.compiler.is_compiling():
+        return
+    functorch, level = torch._C._functorch, forward_ad._current_level
+    unpack: Any = forward_ad.unpack_dual
+    for _, t in tensors:
+        if t is None:
+            continue
+        tracked = False
+        while functorch.is_functorch_wrapped_tensor(t):  # wrapped by vmap, or by a derivative
+            tracked = tracked or functorch.is_gradtrackingtensor(t)
+            t = functorch.get_unwrapped(t)
+        if tracked or (level >= 0 and unpack(t).tangent is not None):
+            raise RuntimeError("the weights of attention have no derivatives: detach the inputs")
