@@ -215,6 +215,15 @@ def run(t: Tensors) -> Mapping[str, Tensor]:
 
 alone("run", qkv(), run)
 
+
+def queries_and_keys() -> Tensors:
+    return {name: t for name, t in qkv()().items() if name in ("q", "k")}
+
+
+alone("key_weights", queries_and_keys, lambda t: kernels.key_weights(**t, causal=True), ("q", "k"))
+alone("key_weights tiled", queries_and_keys, lambda t: kernels.key_weights(**t, backend="tiled"), ("q", "k"))
+alone("attention_weights", queries_and_keys, lambda t: kernels.attention_weights(**t, rows=[0, 39]), ("q", "k"))
+
 sdpa = functools.partial(kernels.scaled_dot_product_attention, enable_gqa=True)
 differentiable("scaled_dot_product_attention", qkv(), lambda t: sdpa(t["q"], t["k"], t["v"]))
 differentiable(
