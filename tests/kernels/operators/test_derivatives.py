@@ -259,10 +259,7 @@ def flex_formula(q: Tensor, table: Tensor = TABLE) -> Tensor:
 
 @pytest.mark.parametrize(
     "transform",
-    [
-        pytest.param(t, marks=[pytest.mark.slow] if "hessian" in t or t == "jacrev of jacfwd" else [])
-        for t in TRANSFORMS
-    ],
+    [pytest.param(t, marks=[pytest.mark.slow] if "hessian" in t or "jac" in t else []) for t in TRANSFORMS],
 )
 def test_each_transform_of_flex_attention_is_right(transform: str) -> None:
     if transform == "linearize":  # it traces with tensors without values, which flex's blocks need
