@@ -100,6 +100,8 @@ class Case:
         if self.batch > 3:
             lengths[1:3] = [(0, lengths[1][1]), (lengths[2][0], 0)]
         draw.shuffle(lengths)
+        if self.q_len == self.kv_len:  # packed q, k and v have the same lengths
+            lengths = [(min(pair), min(pair)) for pair in lengths]
         return lengths
 
     def to_dict(self) -> dict[str, Any]:
