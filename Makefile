@@ -125,7 +125,7 @@ gpu: ## GPU: tests and times the kernels on a GPU
 	$(PYTHON) benchmarks/gpu.py $(STAGE) $(if $(OUT),--out $(OUT)) $(if $(RESUME),--resume $(RESUME)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
 
 # One call of a lent GPU: the service, then the kernels, each within its own limit. OUT=DIR for the rows, WHEELS=DIR as below.
-gpu-call: ## fills one call of a lent GPU within 570 seconds
+gpu-call: ##+ GPU: fills one call of a lent GPU within 570 seconds
 	$(PYTHON) benchmarks/gpu_call.py --out $(or $(OUT),build/gpu) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
 
 # The image for the CPU, built and run by a Docker engine; as root, by one of its own where none is reachable. TORCH_INDEX=URL

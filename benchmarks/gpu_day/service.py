@@ -42,7 +42,7 @@ class Proof:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "flashpoint_server.cli.serve", f"--port={port}", f"--device={device}"]
+        command = [sys.executable, "-P", "-m", "flashpoint_server.cli.serve", f"--port={port}", f"--device={device}"]
         with (out / LOG).open("ab") as log:
             self._server = subprocess.Popen(command, stdout=log, stderr=log)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)

@@ -33,6 +33,8 @@ export interface Options {
 
 export interface ForwardOptions extends Options {
   return_lse?: boolean;
+  /** Return `key_weights`, the sum over the queries of each key's probability. */
+  return_key_weights?: boolean;
   /** Ids of KV caches, one for each sequence of q; they replace k and v. */
   caches?: string[];
   layer?: number;

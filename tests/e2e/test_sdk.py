@@ -69,7 +69,7 @@ def test_every_option_of_a_call_arrives(client):
     grads = client.attention_grad(do, q, k, v, **options, deterministic=True)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     with pytest.raises(flashpoint.InvalidInputError) as info:
-        client.attention(*(np.ones((1, 1, 2, 264), np.float32),) * 3, backend="cpu")
+        client.attention(*(np.ones((1, 1, 2, 577), np.float32),) * 3, backend="cpu")
     assert [error.field for error in info.value.errors] == ["q"]
 
 

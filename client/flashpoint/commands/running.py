@@ -212,16 +212,16 @@ def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tu
         yield Bar(bar, bar.add_task(text, total=None)), stderr.is_terminal
 
 
-class Ended(KeyboardInterrupt):
+class Terminated(KeyboardInterrupt):
     """SIGTERM has come. A command that keeps what is done at Ctrl-C keeps it then, too."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise Ended in this context when SIGTERM comes. Outside the main thread, signals are as before."""
+    """Raise Terminated in this context when SIGTERM comes. Outside the main thread, signals are as before."""
 
     def end(*_: object) -> None:
-        raise Ended
+        raise Terminated
 
     try:
         before = signal.signal(signal.SIGTERM, end)
@@ -236,7 +236,7 @@ def terminable() -> Iterator[None]:
 
 def code_of(end: KeyboardInterrupt) -> int:
     """Return the exit code of a command that Ctrl-C or SIGTERM has ended, as shells have it."""
-    return TERMINATED if isinstance(end, Ended) else INTERRUPTED
+    return TERMINATED if isinstance(end, Terminated) else INTERRUPTED
 
 
 @contextmanager

@@ -29,13 +29,13 @@ from flashpoint_server.processes.parent import (
 )
 
 if TYPE_CHECKING:
-    from flashpoint_server.engine.execution.device import Device
+    from flashpoint_server.engine.execution.device import ComputeDevice
     from flashpoint_server.engine.scheduling.tasks import Plugin
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
-def main(start: Callable[[str], Device] | None = None) -> int:
+def main(start: Callable[[str], ComputeDevice] | None = None) -> int:
     """Serve until SIGTERM. Return the exit code. `start` opens the device; tests pass their own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")

@@ -22,7 +22,7 @@ from flashpoint_server.engine.checks import cases, problems
 from flashpoint_server.engine.checks.exact import Case
 from flashpoint_server.engine.execution.cpu import CpuDevice
 from flashpoint_server.engine.execution.cuda import CudaDevice
-from flashpoint_server.engine.execution.device import Device
+from flashpoint_server.engine.execution.device import ComputeDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -34,7 +34,7 @@ _FEW = 12  # problems for `reference`, of which each takes 3 ms
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def start(name: str) -> Device:
+def start(name: str) -> ComputeDevice:
     """Return the device `name` (auto, cpu, cuda or cuda:N), checked and calibrated. Raises RuntimeError."""
     device = open_device(name)
     check_backends(device)
@@ -42,7 +42,7 @@ def start(name: str) -> Device:
     return device
 
 
-def open_device(name: str, cpu: type[CpuDevice] = CpuDevice, cuda: type[CudaDevice] = CudaDevice) -> Device:
+def open_device(name: str, cpu: type[CpuDevice] = CpuDevice, cuda: type[CudaDevice] = CudaDevice) -> ComputeDevice:
     """Open the device `name`: auto, cpu, cuda or cuda:N. Raises DeviceMissingError if it does not exist."""
     # Code that needs more threads sets their number itself: see flashpoint_kernels.problems.reproducible.
     torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
-def check_backends(device: Device) -> None:
+def check_backends(device: ComputeDevice) -> None:
     """Compare every kernel of this device with exact answers, and switch off those that are wrong.
 
     A compiler may have made wrong code. The next lower level replaces a kernel in C, and the next backend replaces a
@@ -76,7 +76,7 @@ def check_backends(device: Device) -> None:
     device.empty_cache()
 
 
-def _check_cpu(device: Device) -> None:
+def _check_cpu(device: ComputeDevice) -> None:
     if "cpu" in device.info.backends:
         blocks = _BLOCKS.get(device.info.gradient_kernels["bfloat16"], _BLOCK)
         each, every = solved(cases.cases(*blocks)), solved(cases.cuts(*blocks))
@@ -90,7 +90,7 @@ def _check_cpu(device: Device) -> None:
         _check(device, "triton", _wrong(solved([cases.small()]), DTYPES[::2], "cpu", "triton"))
 
 
-def _check_gpu(device: Device) -> None:
+def _check_gpu(device: ComputeDevice) -> None:
     every = solved(cases.compiled())
     for backend in device.info.backends:
         if backend == "reference":
@@ -106,7 +106,7 @@ def _check_gpu(device: Device) -> None:
         _check(device, backend, _wrong(every, DTYPES, device.info.name, backend))
 
 
-def calibrate(device: Device) -> None:
+def calibrate(device: ComputeDevice) -> None:
     """Store the rates of each backend in `device.info`, from which the seconds of requests are predicted.
 
     A CPU's rates are measured. A GPU's rates follow from its measured FLOP/s.
@@ -187,12 +187,12 @@ def _first(found: Iterator[str]) -> str | None:
     return next(found, None)
 
 
-def _check(device: Device, backend: str, found: Iterator[str]) -> None:
+def _check(device: ComputeDevice, backend: str, found: Iterator[str]) -> None:
     if wrong := _first(found):
         _switch_off(device, {backend: wrong})
 
 
-def _switch_off(device: Device, wrong: dict[str, str]) -> None:
+def _switch_off(device: ComputeDevice, wrong: dict[str, str]) -> None:
     for name, reason in wrong.items():
         log.error("kernel switched off", kernel=name, reason=reason, device=device.info.name)
     device.switch_off({name: f"the check at the engine's start: {reason}" for name, reason in wrong.items()})

@@ -12,14 +12,14 @@ from prometheus_client.core import GaugeMetricFamily
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes in use that the system cannot take back, and the bytes at which it ends processes."""
 
     used: int
     limit: int
 
 
-def memory(groups: Path = _GROUPS, proc: Path = _PROC) -> Memory | None:
+def memory(groups: Path = _GROUPS, proc: Path = _PROC) -> MemoryUse | None:
     """Return the memory of the control group that is nearest to its limit; without a limit, that of the machine.
 
     A control group (version 2) has the limit of systemd's MemoryMax, of a container or of a pod. None where /proc has
@@ -32,7 +32,7 @@ def memory(groups: Path = _GROUPS, proc: Path = _PROC) -> Memory | None:
         return None
 
 
-def _limited(groups: Path, proc: Path) -> Iterator[Memory]:
+def _limited(groups: Path, proc: Path) -> Iterator[MemoryUse]:
     lines = (proc / "self/cgroup").read_text().splitlines()
     place = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
     if place is None:
@@ -45,13 +45,13 @@ def _limited(groups: Path, proc: Path) -> Iterator[Memory]:
         except FileNotFoundError:  # the root has no limit, and a container may not see groups above its own
             continue
         if limit != "max" and int(limit) > 0:
-            yield Memory(max(0, current - int(counts.get("inactive_file", 0))), int(limit))
+            yield MemoryUse(max(0, current - int(counts.get("inactive_file", 0))), int(limit))
 
 
-def _of_machine(proc: Path) -> Memory:
+def _of_machine(proc: Path) -> MemoryUse:
     lines = (proc / "meminfo").read_text().splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return Memory((kib["MemTotal"] - kib["MemAvailable"]) << 10, kib["MemTotal"] << 10)
+    return MemoryUse((kib["MemTotal"] - kib["MemAvailable"]) << 10, kib["MemTotal"] << 10)
 
 
 def memory_metrics() -> Iterable[Metric]:

@@ -1,5 +1,6 @@
 """`flashpoint reproduce` measures published claims, shows progress, and writes the results so far after Ctrl-C."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -105,11 +106,20 @@ sys.exit(cli.main(["reproduce", "--json", sys.argv[1]]))
 """
 
 
+@contextlib.contextmanager
+def with_signals():
+    """Start processes that Ctrl-C ends: the shell of a background job has told this one to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_claim_is_printed_as_soon_as_it_is_known_and_kept_when_a_signal_ends_the_command(tmp_path, signum, code):
     """The reader of stdout has the first claim while the second one runs; then the signal comes."""
     program = [sys.executable, "-c", SLOW_CLAIM, tmp_path / "some.json"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with with_signals(), subprocess.Popen(program, **pipes) as running:
         shown = []
         for line in running.stdout:
             shown.append(line)
@@ -119,7 +129,10 @@ def test_a_claim_is_printed_as_soon_as_it_is_known_and_kept_when_a_signal_ends_t
             if line.startswith("  waiting"):
                 break
         running.send_signal(signum)
-        _, err = running.communicate(timeout=60)
+        try:
+            _, err = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert running.returncode == code, err
     assert "2 claims: about 1 min on two idle cores, at most 2 min" in "".join(shown)
     assert any(line.startswith("equations  PASS") for line in shown)

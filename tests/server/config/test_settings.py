@@ -22,7 +22,8 @@ def test_make_serve_passes_port_or_the_variable(variables, arguments, port):
     said = subprocess.run(
         command, cwd=Path(__file__).parents[3], env=environment | variables, capture_output=True, text=True, check=True
     )
-    assert said.stdout.strip() == f".venv/bin/flashpoint serve --port {port}"
+    shown = f"echo 'In another terminal: export FLASHPOINT_URL=http://localhost:{port}'"
+    assert said.stdout.splitlines() == [shown, f".venv/bin/flashpoint serve --port {port}"]
 
 
 def test_bytes_may_have_a_unit():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flashpoint_server.observability.memory import Memory, memory
+from flashpoint_server.observability.memory import MemoryUse, memory
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:  100 kB\nMemAvailable:    400 kB\n"
 
@@ -29,13 +29,13 @@ def system(tmp_path):
 @pytest.mark.parametrize(
     ("place", "groups", "expected"),
     [
-        ("0::/\n", {"": (500, 300, 100)}, Memory(200, 500)),  # in a container
-        ("0::/system.slice/f.service\n", {"system.slice/f.service": (800, 700, 50)}, Memory(650, 800)),
-        ("0::/a/b\n", {"a": (1000, 900, 0), "a/b": ("max", 100, 0)}, Memory(900, 1000)),  # its parent's limit
-        ("0::/a/b\n", {"a": (1000, 500, 0), "a/b": (200, 180, 0)}, Memory(180, 200)),  # the one that is nearest
-        ("0::/a\n", {"a": ("max", 100, 0)}, Memory(600 << 10, 1000 << 10)),
-        ("1:name=systemd:/a\n", {}, Memory(600 << 10, 1000 << 10)),  # control groups of version 1
-        ("0::/a\n", {"a": (500, 20, 50)}, Memory(0, 500)),
+        ("0::/\n", {"": (500, 300, 100)}, MemoryUse(200, 500)),  # in a container
+        ("0::/system.slice/f.service\n", {"system.slice/f.service": (800, 700, 50)}, MemoryUse(650, 800)),
+        ("0::/a/b\n", {"a": (1000, 900, 0), "a/b": ("max", 100, 0)}, MemoryUse(900, 1000)),  # its parent's limit
+        ("0::/a/b\n", {"a": (1000, 500, 0), "a/b": (200, 180, 0)}, MemoryUse(180, 200)),  # the one that is nearest
+        ("0::/a\n", {"a": ("max", 100, 0)}, MemoryUse(600 << 10, 1000 << 10)),
+        ("1:name=systemd:/a\n", {}, MemoryUse(600 << 10, 1000 << 10)),  # control groups of version 1
+        ("0::/a\n", {"a": (500, 20, 50)}, MemoryUse(0, 500)),
     ],
 )
 def test_the_nearest_limit_counts(system, place, groups, expected):

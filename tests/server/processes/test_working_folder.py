@@ -51,7 +51,7 @@ def test_the_judge_imports_its_libraries_from_where_they_are_installed(folder):
     program = """
 import sys
 from flashpoint_kernels.judging.process import _Spawner
-spawner = _Spawner(fork=False)
+spawner = _Spawner()
 assert spawner.process.poll() is None
 spawner.control.sendall(b"")
 spawner.control.close()

@@ -16,13 +16,13 @@ from flashpoint_kernels.problems.reproducible import CORES
 from flashpoint_kernels.timing.device import device_name
 from flashpoint_server.engine.caches.attending import CallTensors
 from flashpoint_server.engine.caches.parts import shares
-from flashpoint_server.engine.execution.device import NO_COPIES, Device, Stages, speed_of
+from flashpoint_server.engine.execution.device import NO_COPIES, ComputeDevice, Stages, speed_of
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest
 from flashpoint_server.engine.state.memory import tensor_in
 from flashpoint_server.ipc.messages import DeviceInfo
 
 
-class CpuDevice(Device):
+class CpuDevice(ComputeDevice):
     """The CPU.
 
     One more thread than `cores` can run a short part (see scheduler.py).
@@ -73,7 +73,7 @@ class CpuDevice(Device):
         return CallTensors.of(job.spec, given, {t.name: tensor_in(job.memory, t) for t in job.submit.outputs})
 
     def kin(self, job: EngineRequest) -> Hashable | None:
-        """Like `Device.kin`: None on another backend than `cpu`, or if no other cache shares the first chunk."""
+        """Like `ComputeDevice.kin`: None on another backend than `cpu`, or if no other cache shares the first chunk."""
         cache_ref, spec = job.attention.cache_ref, job.spec
         assert cache_ref is not None
         if job.attention.backend != "cpu":

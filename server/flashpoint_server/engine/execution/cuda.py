@@ -22,7 +22,7 @@ from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_kernels.timing.device import is_lost
 from flashpoint_server.engine.caches.attending import CallTensors
-from flashpoint_server.engine.execution.device import Device, Stages, speed_of
+from flashpoint_server.engine.execution.device import ComputeDevice, Stages, speed_of
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest
 from flashpoint_server.engine.state.memory import bytes_in, tensor_in
 from flashpoint_server.ipc.bodies import PlacedTensor
@@ -35,7 +35,7 @@ class DeviceMissingError(RuntimeError):
     """The device that the settings name does not exist here."""
 
 
-class CudaDevice(Device):
+class CudaDevice(ComputeDevice):
     """A GPU.
 
     It has three lanes: while one launch computes, a second one copies tensors on the CUDA stream of its own lane, and

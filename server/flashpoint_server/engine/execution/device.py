@@ -71,11 +71,7 @@ class _DeviceErrors(AbstractContextManager[None]):
             self._tell(error)
 
 
-class DeviceMissingError(RuntimeError):
-    """The device that the settings name does not exist here."""
-
-
-class Device(ABC):
+class ComputeDevice(ABC):
     """One device and its backends.
 
     `lanes` threads run its tasks, at most `launches` launches and `cores` parts at the same time. `shares_cores` says

@@ -18,7 +18,7 @@ from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.cache_calls import execute
 from flashpoint_server.engine.caches.parts import CachedPart
-from flashpoint_server.engine.execution.device import NO_COPIES, Device, DeviceLostError, Stages
+from flashpoint_server.engine.execution.device import NO_COPIES, ComputeDevice, DeviceLostError, Stages
 from flashpoint_server.engine.execution.kernel_threads import KernelThreads
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, account
 from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compute, Launch, SaveForward, Split, Task
@@ -51,7 +51,7 @@ class Executor:
     """
 
     def __init__(
-        self, device: Device, budget: Budget, hang_timeout: float,
+        self, device: ComputeDevice, budget: Budget, hang_timeout: float,
         answered: Callable[[EngineRequest], None] | None = None,
     ) -> None:  # fmt: skip
         self.device = device

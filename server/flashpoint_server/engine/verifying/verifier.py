@@ -21,7 +21,7 @@ import structlog
 
 from flashpoint_contract.options import Options
 from flashpoint_kernels.dispatching.machine import cpu_name
-from flashpoint_server.engine.execution.device import Device
+from flashpoint_server.engine.execution.device import ComputeDevice
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Worker
 from flashpoint_server.engine.state.memory import tensor_in
 from flashpoint_server.engine.verifying import samples
@@ -46,7 +46,7 @@ class Verifier:
     name = "a verification"
     suspect = False
 
-    def __init__(self, device: Device, rate: float, room: int, action: str) -> None:
+    def __init__(self, device: ComputeDevice, rate: float, room: int, action: str) -> None:
         self._device = device
         self._rate, self._room, self._action = rate, room, action
         self._draw = random.Random()  # chooses samples; not for secrets

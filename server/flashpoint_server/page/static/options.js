@@ -11,7 +11,8 @@ const GROUPS = {
   Scores: { softcap: "softcap", alibi_slopes: "ALiBi", sinks: "sinks", dropout: "dropout" },
   Shapes: { gqa: "GQA and MQA", thd: "packed sequences", value_dim: "value dim ≠ head dim",
     wide_head_dim: "head dim over 256", large_head_dim: "head dim over 576", paged: "pages" },
-  Answers: { lse: "lse", backward: "gradients", dattn_mask: "dattn_mask", dsinks: "dsinks", dlse: "gradients through lse" },
+  Answers: { lse: "lse", key_weights: "key weights", backward: "gradients", dattn_mask: "dattn_mask", dsinks: "dsinks",
+    dlse: "gradients through lse" },
 };
 
 const LIMITS = {
