@@ -150,7 +150,7 @@ def benchmark(
     if job.state != "done":
         print(f"flashpoint benchmark: {job.state} after {job.done} of {job.total} cases", file=sys.stderr)
     if ended is not None:
-        return running.code_of(ended)
+        return ended
     return RIGHT if job.state == "done" else WRONG
 
 
@@ -168,8 +168,8 @@ def _shapes(
 
 def _watched(
     job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None
-) -> tuple[BenchmarkJob, KeyboardInterrupt | None]:
-    """Show progress while events arrive. Return the final job, and the Ctrl-C or SIGTERM that cancelled it."""
+) -> tuple[BenchmarkJob, int | None]:
+    """Show progress while events arrive. Return the final job, and the exit code if Ctrl-C or SIGTERM cancelled it."""
     ended = None
     job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all rows and errors
     with _progress() as show, running.terminable():
@@ -178,7 +178,7 @@ def _watched(
                 job = job.after(event)
                 show(job, event)
         except KeyboardInterrupt as end:
-            ended = end
+            ended = running.code_of(end)  # the exception itself would keep connections alive
             if run is not None:
                 with suppress(FlashpointError):  # the server may be gone
                     run.cancel()

@@ -115,7 +115,7 @@ def loadtest(
     cases = [_case(*call) for call in CALLS]
     show = running.console(json)
     done: list[_Step] = []
-    ended: KeyboardInterrupt | None = None
+    ended: int | None = None
     with (
         Client(url, api_key=api_key, timeout=timeout, retries=0) as client,
         running.terminable(),
@@ -128,7 +128,7 @@ def loadtest(
                 update(completed=number, total=len(steps), description=f"{count} callers")
                 done.append(_run(client, cases, count, seconds))
         except KeyboardInterrupt as end:
-            ended = end
+            ended = running.code_of(end)  # the exception itself would keep connections alive
     rows = [step.row() for step in done]
     show.print(_table(rows, show.width))
     errors: Counter[str] = sum((step.errors for step in done), Counter())
@@ -141,7 +141,7 @@ def loadtest(
     running.write_json(json, {"url": client.url, "seconds": seconds, "steps": rows, "load_average": load})
     failed = any(not error.startswith(REFUSED) for error in errors) or not any(step.milliseconds for step in done)
     show.print("FAIL" if failed else "every answer is right", style="bold red" if failed else "green")
-    return running.code_of(ended) if ended is not None else WRONG if failed else RIGHT
+    return ended if ended is not None else WRONG if failed else RIGHT
 
 
 def _case(q_len: int, kv_len: int, heads: int, kv_heads: int, grad: bool) -> _Case:

@@ -60,14 +60,14 @@ def reproduce(
     if plots is not None and results["rows"]:
         _draw(results, plots, show)
     if ended is not None:
-        return running.code_of(ended)
+        return ended
     return WRONG if any(claim["verdict"] == "FAIL" for claim in results["claims"]) else RIGHT
 
 
-def _watched(events: Iterator[dict[str, Any]], show: Console) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
+def _watched(events: Iterator[dict[str, Any]], show: Console) -> tuple[dict[str, Any], int | None]:
     """Print each claim as soon as its verdict is known, and progress on stderr.
 
-    Returns the results so far, and the Ctrl-C or SIGTERM that ended the events early.
+    Returns the results so far, and the exit code if Ctrl-C or SIGTERM ended the events early.
     """
     ended = None
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -101,7 +101,7 @@ def _watched(events: Iterator[dict[str, Any]], show: Console) -> tuple[dict[str,
                     results["claims"].append(claim)
                     update.print_above(show, *_lines(claim, show.width))
         except KeyboardInterrupt as end:
-            ended = end
+            ended = running.code_of(end)  # the exception itself would keep connections alive
             print("flashpoint reproduce: ended early", file=sys.stderr)
     return results, ended
 
