@@ -20,7 +20,9 @@ from flashpoint_contract.wording.hints import each_meant
 
 # `MEANT`: the options that define the result. If a file does not contain one of them, its default applies. `_HOW`: all
 # other options, which say how to compute it or which tensors to return.
-_HOW = ("block_size", "dropout_seed", "precision", "return_lse", "grads", "deterministic", "backend")
+_HOW = (
+    "block_size", "dropout_seed", "precision", "return_lse", "return_key_weights", "grads", "deterministic", "backend",
+)  # fmt: skip
 MEANT = tuple(name for name in OPTIONS if name not in _HOW)
 
 
