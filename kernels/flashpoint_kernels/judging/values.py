@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashpoint_kernels.problems.modes import without_autocast
 from flashpoint_kernels.problems.problem import DTYPES
 
 _EDGES = (0, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512, 1023, 1024, 1025, 2047, 2048, 4095, 4096)
@@ -278,6 +279,7 @@ KINDS: Mapping[str, Callable[[Draw], None]] = {
 EXACT = tuple(name for name in KINDS if name.endswith("-exact"))
 
 
+@without_autocast()
 def draw(case: Any) -> dict[str, Tensor]:
     """Return q, k, v and do, and the masks and extra tensors of a Case: bhsd, in its data type, on the CPU."""
     g = torch.Generator("cpu").manual_seed(case.seed)
