@@ -23,6 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 import torch
@@ -130,16 +131,23 @@ class _Spawner:
             with warnings.catch_warnings():  # Python and JAX warn of threads at a fork; the child uses none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
-                self.pid = os.fork()
-                if self.pid == 0:
-                    try:
-                        self.control.close()
-                        child.processes(theirs, function)
-                    finally:
-                        os._exit(0)
+                # A fork of this thread would wait without end for the threads of OpenMP that this one has begun, and
+                # that the fork does not have. A new thread has none.
+                with ThreadPoolExecutor(1) as forking:
+                    self.pid = forking.submit(self._fork, theirs, function).result()
         theirs.close()
         self.text = b""
         self.ended: dict[int, int] = {}  # the exit status of each session that has ended
+
+    def _fork(self, theirs: socket.socket, function: Callable[..., Any]) -> int:
+        """Fork this process to serve `theirs`, and return the pid of the fork."""
+        if (pid := os.fork()) == 0:
+            try:
+                self.control.close()
+                child.processes(theirs, function)
+            finally:
+                os._exit(0)
+        return pid
 
     def message(self, timeout: float) -> dict[str, Any] | None:
         """Return the spawner's next message; None after the timeout or if the spawner has ended."""

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashpoint_kernels
+from flashpoint_kernels.judging.process import Worker
 from tests.judge.rude import HANGS, RUDE
 from tests.judge.small import SMALL
 
@@ -58,3 +60,20 @@ def test_a_local_function_beside_jax_is_judged_without_warnings() -> None:
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", BESIDE_JAX]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert (ran.stdout, ran.stderr) == ("right\n", ""), ran
+
+
+def test_a_local_function_computes_in_threads_after_this_process_has() -> None:
+    """A fork lacks the threads of OpenMP that this thread has begun: the function would wait for them without end."""
+    x, usual = torch.ones(1, 1, 512, 512, dtype=torch.float32, device="cpu"), torch.get_num_threads()
+    torch.set_num_threads(2)
+    expected = x.exp()
+    torch.set_num_threads(usual)
+    worker = Worker(lambda q, k, v: q.exp(), "cpu")
+    try:
+        worker.start()
+        request = {"args": [{"tensor": name} for name in "qkv"], "kwargs": {}, "leaves": [], "num_threads": 2}
+        worker.ask(request, dict.fromkeys("qkv", x))
+        facts, answers = worker.answer(20.0)
+    finally:
+        worker.close()
+    assert torch.equal(answers["o"], expected), facts
