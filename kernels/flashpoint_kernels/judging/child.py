@@ -32,6 +32,7 @@ _ADVICE = "\nSearch for `cuda"  # torch adds the same advice to each error of CU
 _LIBRARIES = ("/torch/", "/triton/", "/concurrent/futures/", "/multiprocessing/", "<frozen ")  # may keep threads
 _SUBREAPER, _DROP, _END_WITH_PARENT = 36, 24, 1  # options of prctl
 _POWERS = (19, 21)  # the capabilities SYS_PTRACE and SYS_ADMIN, with which root reads the memory of other processes
+_SWITCH = 1e-5  # seconds after which Python runs another thread, so that calls at once take turns in short steps
 _KEPT = 4  # number of earlier calls whose answers are read again
 
 
@@ -110,7 +111,9 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
     empty, byte, plain, usual_types = torch.empty, torch.uint8, torch.Tensor, (torch.Tensor, torch.nn.Parameter)
     types = {str(t)[6:]: t for t in vars(torch).values() if type(t) is torch.dtype}
     backward: Any = torch.autograd.Variable._execution_engine.run_backward
-    synchronize, compiler, thread_of = torch.cuda.synchronize, torch.compile, threading.Thread
+    synchronize, compiler = torch.cuda.synchronize, torch.compile
+    thread_of, barrier_of = threading.Thread, threading.Barrier
+    switch_interval, set_switch_interval = sys.getswitchinterval, sys.setswitchinterval
     generator, state_of, seed_of, seed = (
         torch.default_generator,
         drawer.get_state,
@@ -242,6 +245,10 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
         except BaseException as error:
             got += [None, error]
 
+    def at_once(wait_for_all: Callable[[], Any], *job: Any) -> None:
+        wait_for_all()
+        forward(*job)
+
     def back(n: int, outputs: dict[str, Any], given: dict[str, Any], wanted: Any, ups: Any, more: Any) -> list[Any]:
         """Run a backward, and return the gradients; send them."""
         pairs = [(outputs[o], given[up]) for o, up in ups if o in outputs and outputs[o].requires_grad]
@@ -287,9 +294,12 @@ def work(file: int, start: Callable[[], Callable[..., Any]], place: str) -> None
             for n, each in enumerate(calls)
         ]
         if "threads" in modes:
-            threads = [thread_of(target=forward, args=job) for job in jobs]
+            wait_for_all, usual = barrier_of(len(jobs)).wait, switch_interval()
+            threads = [thread_of(target=at_once, args=(wait_for_all, *job)) for job in jobs]
+            set_switch_interval(_SWITCH)
             list(map(thread_of.start, threads))
             list(map(thread_of.join, threads))
+            set_switch_interval(usual)
         for job in () if "threads" in modes else jobs:
             forward(*job)
         wait()
