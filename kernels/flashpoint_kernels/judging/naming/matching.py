@@ -40,9 +40,12 @@ def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]
     """Return the mistakes that explain the wrong numbers; try those in `earlier`, found in other cases, first."""
     if w.case.kv_len <= FEW:
         return []
-    if "o" not in w.names and "lse" in w.names:  # a mistake of o would show in o
-        return [direct] if (direct := of_the_numbers(w)) is not None else []
-    kinds = [known] if "o" in w.names else [of_gradients]
+    if "o" not in w.names and "lse" in w.names:
+        if (direct := of_the_numbers(w)) is not None:
+            return [direct]
+        if "o" in w.answers and excess(w, "o", w.answers["o"]) <= 1:  # a mistake of o would show in o
+            return []
+    kinds = [known] if "o" in w.names or "lse" in w.names else [of_gradients]
     texts = {(mistake.code, mistake.text.partition(" (in ")[0]) for mistake in earlier}
     hits: list[Mistake] = []
     if texts:
@@ -146,7 +149,8 @@ def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
 def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
     """Yield the mistakes that reproduce the wrong numbers."""
     wrong_names = w.names
-    names: list[str] = ["o"] if "o" in wrong_names else [n for n in wrong_names if n.startswith("d")]
+    forward = [n for n in ("o", "lse") if n in wrong_names]
+    names: list[str] = forward[:1] or [n for n in wrong_names if n.startswith("d")]
     for mistake in mistakes:
         gradients = names[0].startswith("d")
         try:
