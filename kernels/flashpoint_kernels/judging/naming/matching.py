@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -53,19 +53,20 @@ def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]
     for kind in kinds:
         hits = hits or list(matching(w, kind(w.case)))
     if "o" in w.names and all(mistake.code.startswith(("low-precision", "scale", "base-2")) for mistake in hits):
-        hits = scaled(w, [mistake for mistake in hits if not mistake.code.startswith("low-precision")]) or hits
+        hits = scaled(w, [mistake for mistake in hits if not mistake.code.startswith("low-precision")], texts) or hits
     if all(mistake.code.startswith("low-precision") for mistake in hits):
         direct = of_the_numbers(w) or _of_rows(w)
         return [direct] if direct is not None else hits
     return hits
 
 
-def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
+def scaled(w: WrongNumbers, named: list[Mistake], earlier: Set[tuple[str, str]] = frozenset()) -> list[Mistake]:
     """Return mistakes in the scale that reproduce the wrong o: from `named`, from formulas, or a fitted factor.
 
     Fit one factor of the scores, on a grid of powers of 2 and then by golden-section search. Return the mistakes of
-    `named`, and formulas such as 1/sqrt(Sk), that leave about as small a part of the error as the fitted factor. If
-    there are none, return the factor itself. If no factor fits, return `named`.
+    `named`, and formulas such as 1/sqrt(Sk), that leave about as small a part of the error as the fitted factor. A
+    formula of `earlier`, the codes and texts of mistakes in other cases, may leave as much as LEFT. If there are none,
+    return the factor itself. If no factor fits, return `named`.
     """
     case = w.case
     if case.scores * case.head_dim > _FITTED or not bool(w.answers["o"].isfinite().all()):
@@ -89,9 +90,10 @@ def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
     advice = "multiply q·k by the scale once: the given one, or 1/sqrt(D)"
     hits = [each for each in named if unexplained(w, "o", w.with_mistake(each, False)["o"]) < allowed_left]
     for name, size in sizes.items() if case.scale is None else ():
-        if size not in (1, case.head_dim) and left((case.head_dim / size) ** 0.5) < allowed_left:  # 1: no scale at all
-            text = f"the scale is 1/sqrt({name.strip('()')}), not 1/sqrt(D): "
-            text += f"scores are sqrt(D/{name}) times the right ones"
+        text = f"the scale is 1/sqrt({name.strip('()')}), not 1/sqrt(D): "
+        text += f"scores are sqrt(D/{name}) times the right ones"
+        allowed = LEFT if ("scale", text) in earlier else allowed_left
+        if size not in (1, case.head_dim) and left((case.head_dim / size) ** 0.5) < allowed:  # 1: no scale at all
             here = f"; the factor is {factor:.4g} where D is {case.head_dim} and {name} is {size}"
             hits.append(Mistake("scale", text, advice + here, {"scale": size**-0.5}))
     if hits:
@@ -149,8 +151,8 @@ def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
 def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
     """Yield the mistakes that reproduce the wrong numbers."""
     wrong_names = w.names
-    forward = [n for n in ("o", "lse") if n in wrong_names]
-    names: list[str] = forward[:1] or [n for n in wrong_names if n.startswith("d")]
+    forward = [n for n in wrong_names if not n.startswith("d")]
+    names = forward[:1] or list(wrong_names)
     for mistake in mistakes:
         gradients = names[0].startswith("d")
         try:
