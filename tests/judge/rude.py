@@ -273,7 +273,7 @@ def gradient_of_other_shape(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return _Backward.apply(q, k, v, "shape")
 
 
-@rude("right")
+@rude("wrong")
 def too_few_gradients(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return _Backward.apply(q, k, v, "few")
 

@@ -75,7 +75,10 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+SLOW = {"backward_8192"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MISTAKES])
 def test_the_cases_of_a_kind_show_its_mistakes(name: str) -> None:
     heads = {"q_heads": 40, "kv_heads": 40} if name == "slopes_of_32_heads" else {"q_heads": 4, "kv_heads": 2}
     case = Case(batch=3, q_len=20, kv_len=77, head_dim=32, value_dim=32, seed=7).to_dict() | heads | MISTAKES[name]
