@@ -183,7 +183,7 @@ def test_a_wrong_kernel_is_noticed_within_1000_requests_at_rate_one_in_a_hundred
         for _ in range(200):
             client.attention(**t)
         wait_for(lambda: verified.results().get("right", 0) >= 1, verified.results)
-        assert verified.results() == {"right": verified.results()["right"]}
+        assert set(verified.results()) == {"right"}
         verified.wrong(True)
         for _ in range(1000):
             client.attention(**t)
