@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, func
 from torch.autograd import forward_ad, functional
 
-from flashpoint_kernels import ProblemError, attention, attention_backward, flex_attention
+from flashpoint_kernels import (
+    ProblemError,
+    attention,
+    attention_backward,
+    flash_attn,
+    flex_attention,
+    scaled_dot_product_attention,
+)
 from tests.conftest import DEVICE
 from tests.support.covering import covering
 from tests.support.kernels.solving import normal
@@ -239,6 +246,43 @@ REFUSED: dict[str, tuple[str, Callable[[Solve], Any]]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_each_transform_is_right(transform: str, options: dict[str, Any]) -> None:
     found = TRANSFORMS[transform](lambda q: attention(q, OTHER, OTHER, **options))
+    expected = TRANSFORMS[transform](lambda q: formula(q, OTHER, OTHER))
+    assert found.abs().max() > 0
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+
+
+KEYS, ENDS = OTHER.transpose(1, 2), integers(0, 6)
+
+
+def packed(solve: Callable[..., Tensor], q: Tensor) -> Tensor:
+    """Return the answer of a function of packed sequences, for one sequence."""
+    return solve(q[0].transpose(0, 1), KEYS[0], KEYS[0], ENDS, ENDS, 6, 6).transpose(0, 1)[None]
+
+
+OTHER_FUNCTIONS: dict[str, Solve] = {
+    "scaled_dot_product_attention": lambda q: scaled_dot_product_attention(q, OTHER, OTHER),
+    "flash_attn_func": lambda q: flash_attn.flash_attn_func(q.transpose(1, 2), KEYS, KEYS).transpose(1, 2),
+    "flash_attn_kvpacked_func": lambda q: flash_attn.flash_attn_kvpacked_func(
+        q.transpose(1, 2), torch.stack([KEYS, KEYS], 2)
+    ).transpose(1, 2),
+    "flash_attn_qkvpacked_func": lambda q: flash_attn.flash_attn_qkvpacked_func(
+        torch.stack([q.transpose(1, 2), KEYS, KEYS], 2)
+    ).transpose(1, 2),
+    "flash_attn_varlen_func": lambda q: packed(flash_attn.flash_attn_varlen_func, q),
+}
+QUICK = ("jvp", "gradient penalty", "vmap")  # of the transforms of the other functions
+
+
+@pytest.mark.parametrize(
+    "transform", [pytest.param(t, marks=[] if t in QUICK else [pytest.mark.slow]) for t in TRANSFORMS]
+)
+@pytest.mark.parametrize("function", OTHER_FUNCTIONS)
+def test_each_transform_of_the_other_functions_is_right(function: str, transform: str) -> None:
+    if (function, transform) == ("flash_attn_varlen_func", "linearize"):  # it traces with tensors without values
+        with pytest.raises(RuntimeError, match="tracing tensor"):
+            TRANSFORMS[transform](OTHER_FUNCTIONS[function])
+        return
+    found = TRANSFORMS[transform](OTHER_FUNCTIONS[function])
     expected = TRANSFORMS[transform](lambda q: formula(q, OTHER, OTHER))
     assert found.abs().max() > 0
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
