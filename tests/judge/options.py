@@ -3,27 +3,15 @@
 # ruff: noqa: N801 (a class has the name of its kernel)
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.judge.full import Full, changed, full
+from tests.judge.tiled import collected
 
-STEPS: dict[str, tuple[type[Full], tuple[str, ...]]] = {}
-CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
-
-
-def wrong(*codes: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds a class to STEPS, or a function to CALLS, with the codes that name its mistake."""
-
-    def add(made: Any) -> Any:
-        kept: dict[str, Any] = STEPS if isinstance(made, type) else CALLS
-        kept[made.__name__] = made, codes
-        return made
-
-    return add
+STEPS, CALLS, wrong = collected()
 
 
 @wrong("mask")

@@ -12,21 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.judge.full import Full, changed
-from tests.judge.tiled import Half, Tiled, kernel
+from tests.judge.tiled import Half, Tiled, collected, kernel
 
-STEPS: dict[str, tuple[type[Tiled], tuple[str, ...]]] = {}
-CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
-
-
-def wrong(*codes: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds a class to STEPS, or a function to CALLS, with the codes that name its mistake."""
-
-    def add(made: Any) -> Any:
-        kept: dict[str, Any] = STEPS if isinstance(made, type) else CALLS
-        kept[made.__name__] = made, codes
-        return made
-
-    return add
+STEPS, CALLS, wrong = collected()
 
 
 def _right(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Tensor:

@@ -13,22 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.judge.tiled import INF, Half, Tiled, kernel
+from tests.judge.tiled import INF, Half, Tiled, collected, kernel
 
-Steps = type[Tiled]
-STEPS: dict[str, tuple[Steps, tuple[str, ...]]] = {}
-CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
-
-
-def wrong(*codes: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds a class to STEPS, or a function to CALLS, with the codes that name its mistake."""
-
-    def add(made: Any) -> Any:
-        kept: dict[str, Any] = STEPS if isinstance(made, type) else CALLS
-        kept[made.__name__] = made, codes
-        return made
-
-    return add
+STEPS, CALLS, wrong = collected()
 
 
 # The softmax and its sums

@@ -10,6 +10,25 @@ import torch
 from torch import Tensor
 
 INF = math.inf
+Kept = dict[str, tuple[Any, tuple[str, ...]]]
+
+
+def collected() -> tuple[Kept, Kept, Callable[..., Any]]:
+    """Return two dicts and a decorator, which adds classes to the first and functions to the second.
+
+    The decorator's arguments are codes of causes that name the mistake; the judge may give any of them.
+    """
+    steps: Kept = {}
+    calls: Kept = {}
+
+    def wrong(*codes: str) -> Callable[[Any], Any]:
+        def add(made: Any) -> Any:
+            (steps if isinstance(made, type) else calls)[made.__name__] = made, codes
+            return made
+
+        return add
+
+    return steps, calls, wrong
 
 
 class Tiled:

@@ -4,25 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tests.judge.tiled import INF, Tiled
+from tests.judge.tiled import INF, Tiled, collected
 
-Steps = type[Tiled]
-STEPS: dict[str, tuple[Steps, tuple[str, ...]]] = {}
-
-
-def wrong(*codes: str) -> Callable[[Steps], Steps]:
-    """Return a decorator that adds a kernel to STEPS, with the codes of causes that name its mistake."""
-
-    def add(steps: Steps) -> Steps:
-        STEPS[steps.__name__] = steps, codes
-        return steps
-
-    return add
+STEPS, _, wrong = collected()
 
 
 # The softmax

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.judge.tiled import Tiled, kernel
+from tests.judge.tiled import Tiled, collected, kernel
 
-CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
-
-
-def called(*codes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds a function to CALLS, with the codes of causes that name its mistake."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        CALLS[function.__name__] = function, codes
-        return function
-
-    return add
+_, CALLS, called = collected()
 
 
 def _right(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

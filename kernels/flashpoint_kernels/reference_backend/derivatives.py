@@ -15,7 +15,15 @@ from flashpoint_contract.options import GRADS
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problems.modes import flushing
 from flashpoint_kernels.problems.problem import Problem
-from flashpoint_kernels.reference_backend.formula import attend, chunks, inputs_of, of_queries, recordable, recording
+from flashpoint_kernels.reference_backend.formula import (
+    add_gradients,
+    attend,
+    chunks,
+    inputs_of,
+    of_queries,
+    recordable,
+    recording,
+)
 
 _DTYPE = torch.float64
 
@@ -61,14 +69,7 @@ def _sequence(
         parts = of_queries(inputs, queries), of_queries(directions, queries)
         (o, lse), found = _along(problem, row, *parts, queries, given, given_dots, names)
         dots["o"][:, rows], dots["lse"][:, rows] = o, lse
-        for name, grad in found.items():
-            if name == "dq":
-                dots["dq"][:, rows] = grad
-                continue
-            total = sums[name]
-            if name == "dattn_mask" and total.shape[1] > 1:
-                total = total[:, rows]
-            total += grad
+        add_gradients(found, dots, sums, rows)
     for name in sums.keys() & {"dk", "dv"}:
         dots[name].copy_(sums[name])
 

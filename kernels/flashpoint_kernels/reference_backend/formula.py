@@ -10,7 +10,7 @@ Gradients are computed from q, k and v only: `o` and `lse` from the caller are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -81,18 +81,25 @@ def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], Non
         for queries in chunks(problem, row):
             block()
             rows = slice(queries.start, queries.stop)
-            for name, grad in _gradients(problem, row, inputs, x, queries, dtype).items():
-                if name == "dq":
-                    x["dq"][:, rows] = grad
-                    continue
-                total = sums[name]
-                if name == "dattn_mask" and total.shape[1] > 1:
-                    total = total[:, rows]
-                total += grad
+            add_gradients(_gradients(problem, row, inputs, x, queries, dtype), x, sums, rows)
         for name in sums.keys() & {"dk", "dv"}:
             x[name].copy_(sums[name])
     for name, total in shared.items():
         problem.own_part(name).copy_(total)
+
+
+def add_gradients(
+    found: Mapping[str, Tensor], x: Mapping[str, Tensor], sums: Mapping[str, Tensor], rows: slice
+) -> None:
+    """Write the gradient of some query rows into x["dq"], and add the other gradients to `sums`."""
+    for name, grad in found.items():
+        if name == "dq":
+            x["dq"][:, rows] = grad
+            continue
+        total = sums[name]
+        if name == "dattn_mask" and total.shape[1] > 1:
+            total = total[:, rows]
+        total += grad
 
 
 def _gradients(
