@@ -8,9 +8,10 @@ In one process, with torch's usual threads, calls of `flashpoint_kernels.attenti
     short               1 and 16 tokens, 8 heads, D 64: microseconds more than SDPA
     waiting             some calls right after an operator of torch, and after 50 ms of rest
 
-A row has the median milliseconds of both, and the median over rounds of torch's time / ours. `share` is what a forward
-reaches of the fastest matrix product of torch in this run, or decoding of the fastest read of memory. The product is of
-the dtype in which the kernel multiplies: bfloat16 with AMX, else float32. Writes cpu-beside-<cpu>.json.
+A row has the median milliseconds of both, and the median over rounds of torch's time / ours. `share` is the rate of a
+forward over that of torch's fastest matrix product in this run, of the dtype in which the kernel multiplies (bfloat16
+with AMX, else float32), or of decoding over torch's fastest read of memory. It is over 1 where torch is not at the
+processor's limit. Writes cpu-beside-<cpu>.json.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def cpu_calls(result: Result) -> str:
 
 @by_machine("cpu-beside", "torch")
 def cpu_beside(result: Result) -> str:
-    """Return torch's time / ours by call, and what each forward and decoding reaches of the processor's limit."""
+    """Return torch's time / ours by call, and the rates of forwards and decoding beside torch's fastest product and read."""
     limits = result["limits"]
     fastest = (
         f"a product of float32 {limits['float32'] / 1e9:.0f} GFLOP/s, "
@@ -103,7 +103,7 @@ def cpu_beside(result: Result) -> str:
         "ours",
         "SDPA; FlexAttention; after a rest",
         "its time / ours",
-        "share of the limit",
+        "rate / torch's product or read",
     )
     return f"; {fastest}:\n\n{targets(result)}\n{table(head, rows)}"
 
