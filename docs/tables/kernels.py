@@ -78,7 +78,7 @@ def cpu_calls(result: Result) -> str:
 
 @by_machine("cpu-beside", "torch")
 def cpu_beside(result: Result) -> str:
-    """Return torch's time / ours by call, and the rates of forwards and decoding beside torch's fastest product and read."""
+    """Return torch's time / ours by call, and the rate of each call beside torch's fastest product or read."""
     limits = result["limits"]
     fastest = (
         f"a product of float32 {limits['float32'] / 1e9:.0f} GFLOP/s, "
