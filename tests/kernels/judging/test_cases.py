@@ -61,6 +61,15 @@ def test_sequences_of_ragged_cases_have_unlike_lengths() -> None:
     assert (report.verdict, report.layout) == ("right", "thd"), report.lines()
 
 
+@pytest.mark.parametrize("name", ["varlen_packed", "varlen_packed_keys"])
+def test_packed_ragged_sequences_of_unlike_lengths_are_judged(name: str) -> None:
+    """q, k and v that are one tensor have one length in each sequence."""
+    case = Case(batch=4, q_len=50, kv_len=50, unlike=True, seed=2)
+    assert len(set(case.lengths)) > 1
+    report = flashpoint_kernels.judge(RIGHT[name], only=case.to_dict(), dtype="float32")
+    assert (report.verdict, report.layout) == ("right", "thd"), report.lines()
+
+
 MISTAKES = {
     "mask_of_first_tile": {"mask": "bool-one-tiles", "kv_len": 200},
     "mask_of_whole_rows": {"mask": "float-one-empty"}, "mask_of_first_sequence": {"mask": "bool-one"},
