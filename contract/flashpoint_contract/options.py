@@ -281,6 +281,7 @@ class Options:
             "sharded": "needs the softmax over all keys, which a shard does not have",
             "saved": "cannot be combined with save: key weights have no gradient",
             "cli": "flashpoint verify judges o, lse and gradients",
+            "caches": "is not available over caches: read their tensors, and call flashpoint_kernels.key_weights",
         },
     )  # fmt: skip
     grads: tuple[str, ...] = _row(
