@@ -52,7 +52,7 @@ def test_our_kernels_are_right_in_all_quick_cases(backend: str) -> None:
 def test_torchs_kernels_are_right(name: str) -> None:
     if not ON_GPU and name not in ("sdpa_flash", "sdpa_math"):
         pytest.skip("torch has it only for GPUs")
-    report = _judged(SDPA[name], precision="tf32" if name in _FLOAT32_IN_TF32 else "ieee")
+    report = _judged(SDPA[name], seed=3, precision="tf32" if name in _FLOAT32_IN_TF32 else "ieee")
     # On an H200, torch's fused kernels fail for inputs at an address that is not aligned.
     known = ON_GPU and {cause.code for cause in report.causes} == {"alignment"}
     assert report.verdict != "wrong" or known, "\n".join(report.lines())

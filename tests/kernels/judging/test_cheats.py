@@ -24,7 +24,7 @@ QUICK = ("looks_at_the_stack", "looks_at_objects", "reads_the_judge", "patches_c
 def test_a_cheat_is_wrong(name: str) -> None:
     only = None if name == "knows_the_shapes" else ONE
     report = flashpoint_kernels.judge(
-        f"tests.judge.cheats:{name}", quick=True, only=only, dtype="float32", device="cpu", timeout=30.0
+        f"tests.judge.cheats:{name}", quick=True, only=only, dtype="float32", device="cpu", seed=0, timeout=30.0
     )
     assert report.verdict == "wrong", report.lines()
 

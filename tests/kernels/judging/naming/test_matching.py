@@ -39,6 +39,6 @@ def with_scale(scale: Callable[[int, int], float]) -> Callable[..., Tensor]:
     ],
 )
 def test_a_factor_of_the_scores_is_found_with_its_formula(scale: Callable[[int, int], float], said: str) -> None:
-    report = flashpoint_kernels.judge(with_scale(scale), quick=True, dtype="float32", layout="bhsd")
+    report = flashpoint_kernels.judge(with_scale(scale), quick=True, dtype="float32", seed=1, layout="bhsd")
     assert [(cause.code, cause.confirmed) for cause in report.causes] == [("scale", True)], report.lines()
     assert said in report.causes[0].text
