@@ -165,14 +165,19 @@ class Forward:
     def _between_chunks(
         self, rows: Sequence[Rows], workers: int
     ) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
-        edges = [0]
+        edges, scores = [0], []  # number of chunks up to each unit; scores of each chunk
         for row in rows:
             edges += [edges[-1] + row.chunks * (head + 1) for head in range(self.heads)]
-        total, unit = edges[-1], 0
+            scores += [row.queries * max(1, keys) for keys in row.keys_of_chunks()] * self.heads
+        done = [*accumulate(scores, initial=0)]
+        middles = [end - own / 2 for end, own in zip(done[1:], scores, strict=True)]
+        cuts = [0]
+        for left in range(workers, 0, -1):
+            cuts.append(bisect_left(middles, done[cuts[-1]] + (done[-1] - done[cuts[-1]]) / left))
+        unit = 0
         shares: list[list[int]] = []
         merged: dict[int, torch.Tensor] = {}
-        for number in range(workers):
-            start, stop = number * total // workers, (number + 1) * total // workers
+        for start, stop in pairwise(cuts):
             tasks: list[int] = []
             while start < stop:
                 while edges[unit + 1] <= start:

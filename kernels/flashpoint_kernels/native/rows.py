@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +101,12 @@ class Rows(NamedTuple):
     @property
     def chunks(self) -> int:
         return max(1, -(-self.stop // CHUNK) - self.start // CHUNK)
+
+    def keys_of_chunks(self) -> list[int]:
+        """Return the number of keys in each chunk."""
+        first = self.start // CHUNK
+        edges = [self.start, *(n * CHUNK for n in range(first + 1, first + self.chunks)), self.stop]
+        return [last - start for start, last in pairwise(edges)]
 
     def tiles(self, group: int, mask_row: int) -> Iterator[Rows]:
         """Yield the queries in tiles, each of which reads its keys once, of at most TILE rows or of one query.
