@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo, refusals
+from flashpoint_contract.tensors import EIGHT_BIT, TENSORS, TensorInfo, refusals
 
 MOST_CACHES = 4096  # maximum number of caches in one call
 MOST_TOKENS = 1 << 31  # maximum number of tokens in one cache
@@ -151,6 +151,15 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
     if ragged:
         given["cu_seqlens_k"] = given["cu_seqlens_q"]
     return plan(given, options, "forward")
+
+
+def key_weights_info(spec: Spec, keys: int) -> TensorInfo:
+    """Return dtype and shape of the key weights of a call over caches, the longest of which has `keys` tokens.
+
+    The shape is that over pages: (B,Hq,keys) in layout `thd`, too.
+    """
+    row, sizes = TENSORS["key_weights"], {**spec.sizes, "Sk": keys, "page_size": 1}
+    return TensorInfo("float32", row.shape(sizes, spec.options.layout, spec.rank))
 
 
 def _sizes(tensors: Mapping[str, TensorInfo], layout: str) -> tuple[int, int, bool]:

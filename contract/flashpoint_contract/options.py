@@ -220,7 +220,8 @@ class Options:
         precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
         return_lse: Also return lse, the natural logarithm of the softmax's denominator. Default: False.
         return_key_weights: Also return key_weights, (B, Hq, Sk) float32: the sum over the queries of each key's
-            probability, before dropout; (Hq, Tk) in layout `thd`. It has no gradient. Default: False.
+            probability, before dropout; (Hq, Tk) in layout `thd`. Over KV caches (B, Hq, L), L the longest length,
+            padded with zeros. It has no gradient. Default: False.
         grads: Gradients to return, in this order: some of `dq`, `dk`, `dv`, `dattn_mask` (of a float mask) and
             `dsinks`. Default: ("dq", "dk", "dv").
         deterministic: Gradients are bitwise equal from run to run. Default: True.
@@ -281,7 +282,6 @@ class Options:
             "sharded": "needs the softmax over all keys, which a shard does not have",
             "saved": "cannot be combined with save: key weights have no gradient",
             "cli": "flashpoint verify judges o, lse and gradients",
-            "caches": "is not available over caches: read their tensors, and call flashpoint_kernels.key_weights",
         },
     )  # fmt: skip
     grads: tuple[str, ...] = _row(

@@ -40,7 +40,7 @@ TAKES: Mapping[str, frozenset[str]] = MappingProxyType({
     "sharded": (_WIRE | _SCALES) - {"block_mask", "block_size", "dropout_p", "dropout_seed"} - _KEY_WEIGHTS,
     "caches": frozenset(
         ("q", "k", "v", "attn_mask", "block_mask", "alibi_slopes", "sinks", "q_lengths", "cu_seqlens_q")
-    ) | (_OPTIONS - _KEY_WEIGHTS),
+    ) | _OPTIONS,
     "saved": _WIRE - _KEY_WEIGHTS,
     "verify": (_WIRE | _SCALES) - _KEY_WEIGHTS,
 })  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 import flashpoint
 from flashpoint_kernels import attention, quantize
 from tests.support.messages import message, normal
+from tests.support.oracle import answer
 
 
 def test_bits_are_those_of_a_call_that_sends_all_keys(gated):
@@ -47,6 +48,24 @@ def test_8_bit_tokens_are_read_with_their_scales(gated, dtype):
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
         moved, _ = cache.tensors(0, like=q)
         assert torch.equal(moved, k_values.float() * k_scale[..., None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_key_weights_of_pages(gated, dtype):
+    q, k, v = (normal(1, heads, n, 16, seed=n) for heads, n in ((2, 3), (1, 40), (1, 40)))
+    with (
+        flashpoint.Client(gated.server.url, timeout=240) as client,
+        client.cache(kv_heads=1, head_dim=16, dtype=str(dtype).removeprefix("torch.")) as cache,
+    ):
+        cache.append(k[:, :, :37], v[:, :, :37])
+        o, weights = cache.attention(
+            q, k[:, :, 37:], v[:, :, 37:], causal=True, backend="triton", return_key_weights=True
+        )
+        held, values = cache.tensors(0, like=q)
+        plain = cache.attention(q, causal=True, backend="triton")
+    expected = answer({"q": q, "k": held, "v": values}, {"causal": True})
+    torch.testing.assert_close(weights.double(), expected["key_weights"], rtol=1e-4, atol=1e-6)
+    assert torch.equal(o, plain)
 
 
 def test_calls_over_caches_of_one_dtype_share_a_launch(gated):

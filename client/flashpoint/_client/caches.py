@@ -75,7 +75,8 @@ class Cache(AnyCache):
             at: Position where k and v are written. Later tokens of the layer are dropped. None is the layer's end.
 
         Returns:
-            As `Client.attention`: o (1, Hq, Sq, Dv), or (o, lse), or (that, `Meta`).
+            As `Client.attention`: o (1, Hq, Sq, Dv), or (o, lse), or (that, `Meta`). With `return_key_weights`
+            key_weights last, float32 (1, Hq, n): one number for each of the layer's n positions, 0 for freed ones.
         """
         return self._client._call(cache_calls.attend(self, q, k, v, at, keywords))
 

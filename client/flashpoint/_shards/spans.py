@@ -23,7 +23,9 @@ from flashpoint._shards.cut import UNBOUNDED, Band, Piece, Range
 from flashpoint._shards.merge import _QUIET, _or_zero
 from flashpoint._shards.problem import Numbers
 from flashpoint.errors import all_invalid, invalid
+from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.tensors import refusals
 
 TAKEN = ("attn_mask", "alibi_slopes", "sinks")
 # Options that this module sets or refuses.
@@ -45,9 +47,7 @@ class Queries:
         """
         given = {name: to_numpy(name, keywords[name]) for name in TAKEN if keywords.get(name) is not None}
         options = checked(AttentionOptions, {name: value for name, value in keywords.items() if name not in TAKEN})
-        refused = []
-        if options.dropout_p:
-            refused.append(("dropout_p", "counts positions in the whole sequence, which a server does not know"))
+        refused = refusals("sharded", (name for name in OPTIONS if getattr(options, name) != OPTIONS[name].default))
         if options.layout == "thd":
             refused.append(("layout", "must be bhsd or bshd: there is one sequence"))
         diagonal = options.causal or "alibi_slopes" in given or tuple(options.window) != (-1, -1)

@@ -25,6 +25,7 @@ from flashpoint_kernels.problems.problem import DTYPE_NAMES, Problem
 from flashpoint_kernels.quantization import restored
 
 _MASKS = ("attn_mask", "block_mask")
+_OF_HEADS = ("alibi_slopes", "sinks")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")  # a ragged `Spec` has them; the rows have their numbers
 
 
@@ -38,19 +39,18 @@ def weighing(problem: Problem, backend: str) -> Iterator[Problem]:
     lse = problem.tensors["lse"] if "lse" in problem.tensors else problem.outputs["lse"]
     if not rows:
         return
-    mask, blocks = (problem.whole_mask(problem.tensors[name]) if spec.has(name) else None for name in _MASKS)
-    whole = _Views(
-        problem, backend, spec.ragged, rows, problem.view("q"), problem.view("k"), problem.canonical("lse", lse),
-        problem.view("key_weights"), mask, blocks, problem.view("alibi_slopes") if spec.has("alibi_slopes") else None,
-    )  # fmt: skip
+    whole = Views.of(problem, backend, lse, problem.view("k"), problem.view("key_weights"))
     parts = [whole.alone(row) for row in rows] if spec.paged or spec.quantized else [whole.of_rows()]
     for part in parts:
         yield from part.turns()
 
 
 @dataclass(frozen=True, eq=False)
-class _Views:
-    """Sequences of a problem as canonical views, before its heads are computed in turns."""
+class Views:
+    """Sequences of a problem as canonical views, before its heads are computed in turns.
+
+    `problem` has the options and the index tensors.
+    """
 
     problem: Problem
     backend: str
@@ -63,8 +63,18 @@ class _Views:
     mask: Tensor | None  # (B|1,Hq|1,Sq|1,Sk|1)
     blocks: Tensor | None
     slopes: Tensor | None  # (Hq,) or (B,Hq)
+    sinks: Tensor | None  # (Hq,): `reference` computes lse again
 
-    def of_rows(self) -> _Views:
+    @classmethod
+    def of(cls, problem: Problem, backend: str, lse: Tensor, k: Tensor, weights: Tensor) -> Views:
+        """Return all sequences of a forward, with lse as the caller's options shape it. `k` and `weights` are views."""
+        given = problem.tensors
+        mask, blocks = (problem.whole_mask(given[name]) if name in given else None for name in _MASKS)
+        slopes, sinks = (problem.view(name) if name in given else None for name in _OF_HEADS)
+        q, lse = problem.view("q"), problem.canonical("lse", lse)
+        return cls(problem, backend, problem.spec.ragged, problem.rows, q, k, lse, weights, mask, blocks, slopes, sinks)
+
+    def of_rows(self) -> Views:
         """Return views of the sequences `rows` alone, of which the problem may have more."""
         first, last, shift = self.rows[0], self.rows[-1], -self.rows[0].index
 
@@ -89,24 +99,47 @@ class _Views:
         rows = [row._replace(index=row.index + shift, batch=row.batch + shift) for row in self.rows]
         return replace(self, rows=rows, q=q, k=k, lse=lse, weights=weights, mask=mask, blocks=blocks, slopes=slopes)
 
-    def alone(self, row: Row) -> _Views:
+    def alone(self, row: Row) -> Views:
         """Return one sequence whose keys are in pages or have 8 bits, with its keys gathered in float32."""
-        problem, spec = self.problem, self.problem.spec
-        q, lse = (t[row.batch, :, row.q_start : row.q_start + row.q_len][None] for t in (self.q, self.lse))
-        place = row.index if spec.paged else row.batch
+        paged = self.problem.spec.paged
+        place = row.index if paged else row.batch
         weights = self.weights[place, :, row.kv_start : row.kv_start + row.kv_rows][None]
-        if spec.paged:
+        if paged:
             self.weights[place, :, row.kv_len :] = 0
+        return self.of_keys(row, place, 0, _keys(self.problem, self.k, row), weights)
+
+    def of_keys(self, row: Row, place: int, first: int, k: Tensor, weights: Tensor) -> Views:
+        """Return one sequence with its keys `k` (1,Hk,n,D) from number `first` on, and their `weights` (1,Hq,n).
+
+        `place` is its index in the masks. `first` is a multiple of the keys of a block of the block mask.
+        """
+        stop = first + k.shape[2]
+        q, lse = (t[row.batch, :, row.q_start : row.q_start + row.q_len][None] for t in (self.q, self.lse))
         mask, blocks = (None if t is None else t[place if len(t) > 1 else 0][None] for t in (self.mask, self.blocks))
         if mask is not None:
-            mask = mask[:, :, : row.q_len if mask.shape[2] > 1 else 1, : row.kv_rows if mask.shape[3] > 1 else 1]
+            mask = mask[:, :, : row.q_len] if mask.shape[2] > 1 else mask
+            mask = mask[..., first:stop] if mask.shape[3] > 1 else mask
         if blocks is not None:
-            queries, keys = spec.options.block_size
-            blocks = blocks[:, :, : -(-row.q_len // queries), : -(-row.kv_rows // keys)]
+            queries, keys = self.problem.spec.options.block_size
+            blocks = blocks[:, :, : -(-row.q_len // queries), first // keys : -(-stop // keys)]
         slopes = None if self.slopes is None else self.slopes[row.index] if self.slopes.ndim == 2 else self.slopes
-        one = row._replace(index=0, batch=0, q_start=0, q_rows=row.q_len, kv_start=0)
-        k = _keys(problem, self.k, row)
-        return _Views(problem, self.backend, False, (one,), q, k, lse, weights, mask, blocks, slopes)
+        one = row._replace(
+            index=0, batch=0, q_start=0, q_rows=row.q_len, kv_start=0, kv_len=min(row.kv_len, stop) - first,
+            kv_rows=k.shape[2], offset=row.offset - first,
+        )  # fmt: skip
+        return replace(
+            self, ragged=False, rows=(one,), q=q, k=k, lse=lse, weights=weights, mask=mask, blocks=blocks, slopes=slopes
+        )
+
+    def of_heads(self, start: int, stop: int) -> Views:
+        """Return the key/value heads [`start`, `stop`) and their query heads."""
+        group = self.q.shape[1] // self.k.shape[1]
+        mine = slice(start * group, stop * group)
+        q, lse, weights = (t[:, mine] for t in (self.q, self.lse, self.weights))
+        mask, blocks = (t if t is None or t.shape[1] == 1 else t[:, mine] for t in (self.mask, self.blocks))
+        slopes, sinks = (None if t is None else t[..., mine] for t in (self.slopes, self.sinks))
+        k = self.k[:, start:stop]
+        return replace(self, q=q, k=k, lse=lse, weights=weights, mask=mask, blocks=blocks, slopes=slopes, sinks=sinks)
 
     def turns(self) -> Iterator[Problem]:
         """Yield a problem for each query head of a group."""
@@ -135,8 +168,8 @@ class _Views:
                     tensors[name] = t[:, mine] if t.shape[1] > 1 else t
             if self.slopes is not None:
                 tensors["alibi_slopes"] = self.slopes[..., mine]
-            if "sinks" in self.problem.tensors:  # `reference` computes lse again
-                tensors["sinks"] = self.problem.tensors["sinks"][mine]
+            if self.sinks is not None:
+                tensors["sinks"] = self.sinks[mine]
             if self.ragged:
                 tensors |= {name: self.problem.tensors[name] for name in _STARTS}
             yield self._problem(options, tensors, outputs)

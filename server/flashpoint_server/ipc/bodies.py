@@ -218,7 +218,10 @@ CacheOperation = (
 
 
 class CacheCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run an operation on caches that computes no attention. Other fields are as in `CacheRef`. `caches` are unique."""
+    """Run an operation on caches that computes no attention. Other fields are as in `CacheRef`.
+
+    `caches` are unique, except for LookAtCaches.
+    """
 
     owner: str
     operation: CacheOperation

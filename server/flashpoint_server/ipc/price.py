@@ -23,6 +23,9 @@ class Price(NamedTuple):
     seconds: float
 
 
+LITTLE = Price(0, 1e-5)  # the estimated cost of a call that computes no attention
+
+
 def price_of(spec: Spec, backend: str, device: DeviceInfo, index: Mapping[str, Any] | None = None) -> Price:
     """Return the price of a problem. `index` has its index tensors; without them, the price is an upper bound."""
     extent = extent_of(spec, index, hidden=backend == "reference")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -304,7 +305,8 @@ async def submit(request: RouteRequest, job: Job[Any]) -> JobResult:
     if (left := job.remaining()) is not None:
         timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
     try:
-        with request.body.watching(lambda: give_up(ClientGoneError())):
+        whole = request.body.complete or request.body.absent  # else the body's next read notices a disconnection
+        with request.body.watching(lambda: give_up(ClientGoneError())) if whole else nullcontext():
             return await answer
     finally:
         if timer is not None:

@@ -66,7 +66,8 @@ def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, se
 @pytest.mark.parametrize(
     ("keywords", "field"),
     [
-        ({"dropout_p": 0.1}, "dropout_p"), ({"layout": "thd"}, "layout"), ({"q_lengths": [1]}, "q_lengths"),
+        ({"dropout_p": 0.1}, "dropout_p"), ({"return_key_weights": True}, "return_key_weights"),
+        ({"layout": "thd"}, "layout"), ({"q_lengths": [1]}, "q_lengths"),
         ({"causal": True, "causal_alignment": "top_left"}, "causal_alignment"), ({"at": 0}, "at"),
         ({"layer": 1}, "layer"),
         ({"attn_mask": np.ones((1, 2), bool)}, "attn_mask"), ({"sinks": np.ones(3, np.float32)}, "sinks"),

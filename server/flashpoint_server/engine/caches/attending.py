@@ -34,7 +34,7 @@ from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.bodies import CacheRef, PlacedTensor
-from flashpoint_server.refusal import invalid, of_problem
+from flashpoint_server.refusal import Refusal, invalid, of_problem
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})
 _MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns are positions in a cache, from 0
@@ -46,21 +46,28 @@ class CallTensors:
 
     `spec` comes from `plan_cached`: its k and v describe the keys and values in the caches, with an assumed length. On
     a GPU `outputs` is empty. `EngineRequest.tensors` reuses this object for calls with equal shapes in the same memory.
+
+    `weights` is memory for the key weights, if the call returns them (weighing.py). They are computed from lse, after
+    the rest, so `spec` does not have them.
     """
 
     spec: Spec
     tensors: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     rows: tuple[Row, ...]
+    weights: Tensor | None = None
 
     @classmethod
     def of(cls, spec: Spec, tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> CallTensors:
         """Return the tensors of a call. Raises Refusal 422 if the lengths of queries are not valid."""
+        outputs = dict(outputs)
+        if (weights := outputs.pop("key_weights", None)) is not None:
+            spec = replace(spec, options=replace(spec.options, return_key_weights=False))
         index = {name: tensors[name].tolist() for name in ("q_lengths", "cu_seqlens_q") if name in tensors}
         if spec.ragged:  # any values will do, because the keys come from the caches
             index["cu_seqlens_k"] = [0] * spec.batch + [spec.kv_len]
         try:
-            return cls(spec, tensors, outputs, spec.rows(index))
+            return cls(spec, tensors, outputs, spec.rows(index), weights)
         except ProblemError as error:
             raise of_problem(error) from None
 
@@ -134,6 +141,7 @@ class CachedCall(NamedTuple):
         Without new tokens, check that the caches still have the tokens to read, and that the masks are long enough.
         """
         cache_ref, rows = self.cache_ref, self.of.rows
+        self._check_weights(store)
         if (new := self.of.new) is not None:
             return store.write(self.terms, cache_ref.caches, cache_ref.layer, cache_ref.at, new, self._first_seen)
         caches = store.find(self.terms, cache_ref.caches)
@@ -143,6 +151,15 @@ class CachedCall(NamedTuple):
         read_lengths = [length for length, row in zip(lengths, rows, strict=True) if row.q_len]
         self._check_mask(max(read_lengths, default=0))
         return caches
+
+    def _check_weights(self, store: CacheStore) -> None:
+        """Raise Refusal 409 if the memory for key weights is shorter than a cache will be: it grew since its look."""
+        if (room := self.of.weights) is None:
+            return
+        ref, count = self.cache_ref, 0 if self.of.new is None else self.of.spec.q_len
+        at = ref.at or [cache.tracks[ref.layer].length for cache in store.find(self.terms, ref.caches)]
+        if max(at) + count > room.shape[-1]:
+            raise Refusal("cache_position", "a cache grew while memory for its key weights was reserved: send it again")
 
     def _first_seen(self, queries: int, length: int) -> int:
         """Return `lowest` for a cache that will have `length` tokens. Raises Refusal 422 if a mask is shorter."""

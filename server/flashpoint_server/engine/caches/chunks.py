@@ -92,6 +92,11 @@ class Chunk:
         k, v = map(restored, (k, v), scales)
         return k, v
 
+    def keys(self, first: int, last: int) -> Tensor:
+        """Return k of the tokens [first, last), as `read` does."""
+        k = self._part(self.k, first, last)
+        return k if self.k_scale is None else restored(k, self._part(self.k_scale, first, last))
+
     def stored(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return the tokens [first, last) of the chunk as they are stored."""
         return self._part(self.k, first, last), self._part(self.v, first, last)
@@ -321,6 +326,11 @@ class Track:
         """Yield the tokens [start, stop), chunk by chunk. The track must hold them."""
         for chunk, place, first, last in self._runs(start, stop):
             yield TokenRun(place + first, *chunk.read(first, last))
+
+    def keys(self, start: int, stop: int) -> Tensor:
+        """Return k (1, Hk, n, D) of the tokens [start, stop), as `pieces` does: a view if one chunk has them."""
+        every = [chunk.keys(first, last) for chunk, _, first, last in self._runs(start, stop)]
+        return every[0] if len(every) == 1 else torch.cat(every, 2)
 
     def spans(self) -> Spans:
         """Return the addresses of all chunks that are not dropped, for the kernels on the CPU."""

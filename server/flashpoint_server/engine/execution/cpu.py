@@ -86,8 +86,9 @@ class CpuDevice(ComputeDevice):
     def launch(self, jobs: Sequence[EngineRequest]) -> tuple[list[int | None], Stages]:
         with self._device_errors:
             problems = [self._cached_problem(job.call) if job.call else self.in_place(job) for job in jobs]
-            run(problems, jobs[0].attention.backend)
-            for job in jobs:
+            run(problems, backend := jobs[0].attention.backend)
+            for job, problem in zip(jobs, problems, strict=True):
+                self._weigh(job.call, problem, backend)
                 self._keep(job)
         return [problem.seed for problem in problems], NO_COPIES
 

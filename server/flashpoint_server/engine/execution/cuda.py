@@ -114,7 +114,8 @@ class CudaDevice(ComputeDevice):
         """Return copies of the tensors of a job over caches. Raises Refusal 422."""
         given = {t.name: tensor_in(job.memory, t) for t in job.submit.inputs}
         there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
-        return CallTensors.of(job.spec, there, {})
+        weights = {t.name: tensor_in(job.memory, t) for t in job.submit.outputs if t.name == "key_weights"}
+        return CallTensors.of(job.spec, there, weights)
 
     def kin(self, job: EngineRequest) -> None:
         """Return None: calls over caches share launches, but not what they read."""
@@ -130,10 +131,14 @@ class CudaDevice(ComputeDevice):
             marks[0].record()
             problems = [self._cached_problem(job.call) if job.call else self._copied(job) for job in jobs]
             marks[1].record()
-            run(problems, jobs[0].attention.backend)
+            run(problems, backend := jobs[0].attention.backend)
+            for job, problem in zip(jobs, problems, strict=True):
+                self._weigh(job.call, problem, backend)
             marks[2].record()
             for job, problem in zip(jobs, problems, strict=True):
                 for t in job.submit.outputs:
+                    if t.name not in problem.outputs:  # key weights over caches, which `_weigh` has copied
+                        continue
                     answer = problem.outputs[t.name].view(t.shape)
                     tensor_in(job.memory, t).copy_(answer, non_blocking=True)
             marks[3].record()

@@ -32,6 +32,7 @@ from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend
 from flashpoint_server.engine.caches.store import CacheStore
+from flashpoint_server.engine.caches.weighing import WeighingPart, weigh, weighing
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.engine.state.memory import tensor_in
@@ -213,13 +214,26 @@ class ComputeDevice(ABC):
         with self._device_errors:
             return attend(calls, backend, cores)
 
-    def run(self, part: Problem | CachedPart, backend: str) -> None:
+    def run(self, part: Problem | CachedPart | WeighingPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
         with self._device_errors:
-            if isinstance(part, CachedPart):
+            if isinstance(part, CachedPart | WeighingPart):
                 part.compute()
             else:
                 run_part(part, backend)
+
+    def weighing(self, call: CachedCall, caches: Sequence[StoredCache], backend: str) -> Sequence[WeighingPart]:
+        """Return the parts that compute a call's key weights when its other parts have ended; none if it has none."""
+        if (room := call.of.weights) is None:
+            return ()
+        with self._device_errors:
+            return weighing(call, caches, backend, call.of.outputs["lse"], room)[1]
+
+    def _weigh(self, call: CachedCall | None, problem: Problem, backend: str) -> None:
+        """Compute the key weights of a call over caches, if it has any, after its `problem` has run."""
+        if call is not None and call.of.weights is not None:
+            caches = self.caches.find(call.terms, call.cache_ref.caches)
+            weigh(call, caches, backend, problem.outputs["lse"].view(call.of.spec.lse_shape))
 
     def _cached_problem(self, call: CachedCall) -> Problem:
         """Return the problem of a call over caches, after `write` has written its tokens. Raises Refusal 422."""

@@ -18,6 +18,7 @@ from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.cache_calls import execute
 from flashpoint_server.engine.caches.parts import CachedPart
+from flashpoint_server.engine.caches.weighing import WeighingPart
 from flashpoint_server.engine.execution.device import NO_COPIES, ComputeDevice, DeviceLostError, Stages
 from flashpoint_server.engine.execution.kernel_threads import KernelThreads
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, account
@@ -102,7 +103,7 @@ class Executor:
             return error
         return None
 
-    def _run_part(self, problem: Problem | CachedPart, backend: str) -> None:
+    def _run_part(self, problem: Problem | CachedPart | WeighingPart, backend: str) -> None:
         try:
             self.device.run(problem, backend)
         except OutOfMemoryError:
@@ -149,6 +150,7 @@ class Executor:
         sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
         for (request, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
             request.of_rows(rows, seed)
+            request.weighing = self.device.weighing(call, caches, backend)
             request.reads = self.device.caches.reads(caches, call.cache_ref.layer)
         return parts
 

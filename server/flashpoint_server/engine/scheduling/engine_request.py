@@ -240,6 +240,7 @@ class EngineRequest:
     call: CachedCall | None = None  # the tensors and caches of a call over caches that is computed in a launch
     kin: Hashable | None = None
     parts: Sequence[Problem] = ()  # set when it starts, unless `many`
+    weighing: Sequence[Any] = ()  # parts that run when all others have ended: those of key weights over caches
     reads: list[int] | None = None  # the number of keys read for each cache, if caches share some
     saved_forward: SavedForward | None = None  # set if its tensors will be saved
     computed: bool = False  # whether all parts have ended and its tensors must still be saved

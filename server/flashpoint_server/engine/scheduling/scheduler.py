@@ -220,8 +220,18 @@ class Scheduler:
             self._end(group)
 
     def _end(self, group: Group) -> None:
-        """Answer the requests of a group whose parts have all ended. Queue those whose tensors must be saved first."""
+        """Answer the requests of a group whose parts have all ended.
+
+        Queue those that still have key weights to compute, or whose tensors must be saved first.
+        """
         for request in group.requests:
+            if request.failure is None and request.weighing:
+                parts, request.weighing = request.weighing, ()
+                again = Group((request,))
+                again.add(parts)
+                self._waiting.put(again)
+                self._wake()
+                continue
             request.worker.running -= 1
             if request.saved_forward is None or request.failure is not None:
                 self._answer(request)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
 from msgspec import Raw
 
 from flashpoint_contract import saved
-from flashpoint_contract.caches import CACHE_OPTIONS, ID_LENGTH, CacheOptions, LayerShape, plan_cached
+from flashpoint_contract.caches import (
+    CACHE_OPTIONS,
+    ID_LENGTH,
+    CacheOptions,
+    LayerShape,
+    key_weights_info,
+    plan_cached,
+)
 from flashpoint_contract.options import NAME, Options
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
@@ -22,12 +29,23 @@ from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
-from flashpoint_server.ipc.bodies import CacheRef, pack_options
+from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, pack_options
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import MOST_FLOPS, Price
-from flashpoint_server.ipc.staging import Layout
+from flashpoint_server.ipc.price import LITTLE, MOST_FLOPS, Price
+from flashpoint_server.ipc.staging import Layout, Place
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out, idempotency_key
+from flashpoint_server.routes.pipeline import (
+    Computed,
+    Numbers,
+    RouteRequest,
+    admit,
+    carry_out,
+    idempotency_key,
+    make_job,
+    stage,
+    submit,
+)
 
 # Seconds in which one core reads a byte of keys or values. 8-bit values count as float32, because they are converted.
 READ_SECONDS = 1e-10
@@ -67,10 +85,16 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
         left=plan.left,
         asked=bytes(pack_options(call.options)) if key else b"",
     )
-    planned = RequestPlan(spec, plan.backend, price, device, plan.options, plan.layout)
-    text, nbytes, engine = numbers(spec), plan.layout.nbytes, ids[0].incarnation
-    job, answer = await carry_out(request, message, planned, text, nbytes, cache_ref=cache_ref, incarnation=engine)
+    layout, text, engine = plan.layout, numbers(spec), ids[0].incarnation
+    if options.return_key_weights:
+        layout, text = await _with_key_weights(request, message, plan, call, ids, text)
+    planned = RequestPlan(spec, plan.backend, price, device, plan.options, layout)
+    job, answer = await carry_out(
+        request, message, planned, text, layout.nbytes, cache_ref=cache_ref, incarnation=engine
+    )
     lengths: list[int] = answer.metadata["lengths"]
+    if options.return_key_weights:
+        job.staging.outputs = _answered(job.staging.outputs, options, max(lengths))
     reads: list[int] = answer.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
         service.cache_lengths[one.serial] = length, read
@@ -80,6 +104,46 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
     assert request.permit is not None  # set by `carry_out`
     request.permit.settle(plan.rates.price(lengths, sum(reads)))
     return job, answer
+
+
+async def _with_key_weights(
+    request: RouteRequest, message: TensorMessage, plan: _Plan, call: _CacheCall, ids: Sequence[CacheId],
+    text: list[TensorInfo],
+) -> tuple[Layout, list[TensorInfo]]:  # fmt: skip
+    """Return the layout and the outputs as text of a call that returns key weights. It reserves memory for all keys.
+
+    The caches' lengths are asked of their engine, unless the call says where it writes. Raises Refusal.
+    """
+    spec, outputs = plan.spec, dict(plan.spec.outputs)
+    del outputs["key_weights"]
+    if request.permit is None:
+        admit(request, Layout.of(message.inputs, outputs).nbytes)
+    ends = call.cache_options.at or await _lengths(request, ids, call.cache_options.layer)
+    new = spec.q_len if any(name == "k" for name, _ in message.inputs) else 0
+    outputs["key_weights"] = key_weights_info(spec, max(ends) + new)
+    assert request.permit is not None
+    request.permit.hold(outputs["key_weights"].nbytes)
+    if text:
+        text = [info for name, info in outputs.items() if name != "lse" or call.options.return_lse]
+    return Layout.of(message.inputs, outputs), text
+
+
+async def _lengths(request: RouteRequest, ids: Sequence[CacheId], layer: int) -> list[int]:
+    """Return the present lengths of a layer of caches. Raises Refusal and ClientGoneError."""
+    look = CacheCall(request.caller.name, LookAtCaches(), tuple([one.serial for one in ids]))
+    staging, kind = stage(request, Layout.of([], {})), partial(Job[CacheCall], incarnation=ids[0].incarnation)
+    return [
+        one.lengths[layer] for one in (await submit(request, make_job(request, look, staging, LITTLE, kind))).caches
+    ]
+
+
+def _answered(outputs: Mapping[str, Place], options: Options, keys: int) -> dict[str, Place]:
+    """Return the outputs that a caller asked for. The key weights are those of `keys` keys, one row after another."""
+    named = {name: place for name, place in outputs.items() if name != "lse" or options.return_lse}
+    place = named["key_weights"]
+    shape = (*place.shape[:-1], keys)
+    named["key_weights"] = place._replace(shape=shape, size=TensorInfo(place.dtype, shape).nbytes)
+    return named
 
 
 def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
@@ -181,6 +245,8 @@ def _problem(
     infos = dict(inputs)
     spec = plan_cached(infos, options, layer, caches)
     options, left = _for_single_queries(spec)
+    if options.return_key_weights:  # the engine computes them from lse
+        options = replace(options, return_lse=True)
     spec = plan_cached(infos, options, layer, caches)
     return spec, left, choose_backend(spec, available)
 

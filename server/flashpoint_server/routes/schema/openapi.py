@@ -59,7 +59,8 @@ _BINARY = {"schema": {"type": "string", "format": "binary", "description": _FILE
 _SUMMARY = {"forward": "Compute attention", "backward": "Compute gradients of attention"}
 _TEXT = {
     "forward": "Send q, k and v; the answer has o, lse with `return_lse`, and key_weights with `return_key_weights`: "
-    "the sum over the queries of each key's probability. JSON and safetensors are both accepted.",
+    "the sum over the queries of each key's probability; over caches (B,Hq,L), with zeros beyond a cache's length. "
+    "JSON and safetensors are both accepted.",
     "backward": "Send the forward's inputs and `do`; the answer has the gradients that `grads` names. "
     "If you send `o` and `lse` of the forward, the server does not compute them again.",
 }

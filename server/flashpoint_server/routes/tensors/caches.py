@@ -25,7 +25,7 @@ from flashpoint_server.ipc import bodies
 from flashpoint_server.ipc.bodies import CacheCall, CacheOperation, CacheShape
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import CacheRecord
-from flashpoint_server.ipc.price import Price
+from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import (
@@ -52,7 +52,6 @@ from flashpoint_server.routes.tensors.cache_schema import CacheRequest, DeleteRe
 from flashpoint_server.service import Service
 
 REQUEST_LIMIT = 8 << 20  # maximum bytes of a JSON body; enough for thousands of ids
-LITTLE = Price(0, 1e-5)  # the estimated cost of a call that computes no attention
 MOST_MADE = 1 << 17  # maximum number of layers in all caches that one call creates
 PAGE, MOST_LISTED = 100, 1000  # default and maximum number of caches in an answer of GET /caches
 _CURSOR = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)

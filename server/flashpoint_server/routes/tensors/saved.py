@@ -13,9 +13,10 @@ from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.ipc.bodies import SavedCall
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
+from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.routes.compute.saved_forward import found_saved
 from flashpoint_server.routes.pipeline import RouteRequest, make_job, submit
-from flashpoint_server.routes.tensors.caches import LITTLE, route, send_json, send_list, stage_nothing
+from flashpoint_server.routes.tensors.caches import route, send_json, send_list, stage_nothing
 from flashpoint_server.service import Service
 
 
