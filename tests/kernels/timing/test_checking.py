@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels.timing import Case, Timing, measure
-from flashpoint_kernels.timing.checking import WrongAnswerError, compare, possible
+from flashpoint_kernels.timing.checking import Turns, WrongAnswerError, compare, possible
 from tests.judge.right import formula_in_float32
 
 QUICK = Timing(max_seconds=0.05, warmup_ms=0.0)
@@ -35,10 +35,11 @@ def kept_by_address(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
     return _KEPT.setdefault(("address", q.data_ptr(), q.requires_grad, causal), right(q, k, v, causal))
 
 
-def kept_by_turns(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Answer every second call with the answer before."""
+def one_behind(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Answer each call with the answer of the call before."""
     o = right(q, k, v, causal)
-    return _KEPT.pop("turn") if "turn" in _KEPT else _KEPT.setdefault("turn", o)
+    before, _KEPT["before"] = _KEPT.get("before", o), o
+    return before
 
 
 def late(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -93,7 +94,7 @@ def test_a_right_function_and_our_own_have_figures(direction: str, causal: bool)
     ("kernel", "fields", "said"),
     [
         (nothing, {}, "o of a timed call is 0"), (nothing, {"direction": "both"}, " of a timed call is "),
-        (kept_by_address, {}, "o of a timed call is"), (kept_by_turns, {}, "o of a timed call is"),
+        (kept_by_address, {}, "o of a timed call is"), (one_behind, {}, "o of a timed call is"),
         (late, {}, "o of a timed call is 0"), (lazy, {}, "it answers with a Lazy that is no plain torch.Tensor"),
         (halved_gradient, {"direction": "backward"}, " of a timed call is "),
         (in_float64, {}, "o is float64 [1, 4, 40, 16]"),
@@ -122,3 +123,42 @@ def test_wrong_keys_and_values_of_a_large_head_are_not_compared_but_queries_are(
     gradients = [torch.full((1, 1, n, 16), 9.0).bfloat16() for n in (5000, 4000, 4000)]
     with pytest.raises(WrongAnswerError, match="dq of a timed call is 9 at"):
         compare(case, inputs, gradients, random.Random(0))
+
+
+def compare_often(case: Case, inputs: list[Tensor], answers: list[Tensor]) -> None:
+    for seed in range(16):
+        compare(case, inputs, answers, random.Random(seed))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("batch", "head"), [(0, 0), (1, 0), (0, 3), (1, 1)])
+def test_each_sequence_and_head_may_be_compared(direction: str, batch: int, head: int) -> None:
+    """An answer that is wrong in one head of one sequence is found by some of the draws."""
+    case = Case(backend="kernel", **(SIZES | {"batch": 2, "direction": direction}))
+    inputs = [torch.randn(2, h, n, 16) for h, n in ((4, 40), (2, 56), (2, 56), (4, 40))]
+    leaves = [t.requires_grad_() for t in inputs[:3]]
+    o = right(*leaves)
+    answers = [o] if direction == "forward" else list(torch.autograd.grad(o, leaves, inputs[3]))
+    inputs, answers = [t.detach() for t in inputs], [t.detach() for t in answers]
+    compare_often(case, inputs, answers)
+    answers[0][batch, head] += 1.0
+    with pytest.raises(WrongAnswerError):
+        compare_often(case, inputs, answers)
+
+
+@pytest.mark.parametrize("row", [8, 50])
+def test_each_query_of_a_long_sequence_may_be_compared(row: int) -> None:
+    """Only some queries are compared at a time, because each sees so many keys."""
+    case = Case(backend="kernel", batch=1, q_heads=1, q_len=64, kv_len=1 << 15, head_dim=8, dtype="float32")
+    q, k, v, do = (torch.randn(1, 1, n, 8) for n in (64, 1 << 15, 1 << 15, 64))
+    answer = right(q, k, v)
+    answer[0, 0, row] += 1.0
+    with pytest.raises(WrongAnswerError, match=f"row {row},"):
+        compare_often(case, [q, k, v, do], [answer])
+
+
+def test_answers_of_late_calls_are_kept_too() -> None:
+    turns = Turns(Case(backend="kernel", **SIZES), "cpu")
+    for number in range(300):
+        turns.keep(torch.full((1,), float(number)))
+    assert max(answers[0].item() for _, answers in turns.kept.values()) >= 10

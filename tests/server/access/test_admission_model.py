@@ -92,8 +92,22 @@ class Admitting(RuleBasedStateMachine):
 
     @rule(data=st.data(), price=PRICES)
     def charge(self, data, price):
-        if (one := self.some(data)) is None or one.permit.price is not FREE:
-            return
+        if (one := self.some(data)) is not None and one.permit.price is FREE:
+            self.charged(one, price)
+
+    @rule(process=st.sampled_from(PROCESSES), prices=st.lists(PRICES, min_size=1, max_size=4))
+    def call(self, process, prices):
+        """Whole requests of the limited key, one after another."""
+        for price in prices:
+            before = len(self.inside)
+            self.enter(process, "bob", 0)
+            if len(self.inside) > before:
+                one = self.inside[-1]
+                self.charged(one, price)
+                one.permit.leave()
+                self.inside.remove(one)
+
+    def charged(self, one, price):
         expected = None
         full = (self.total(what) + getattr(price, what) > QUEUE[f"queue_{what}"] for what in ("flops", "seconds"))
         if len(self.inside) > 1 and any(full):

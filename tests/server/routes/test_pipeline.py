@@ -1,5 +1,8 @@
 """The server refuses a call with invalid headers, or with too much work or memory, before the engine gets it."""
 
+import concurrent.futures
+import json
+
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
@@ -7,7 +10,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from tests.support.constant_answers import wide
-from tests.support.messages import JSON, message, normal, post, problem, small
+from tests.support.messages import JSON, SAFETENSORS, message, normal, post, problem, small
 from tests.support.servers import wait_for
 from tests.support.short_sequences import short_sequences
 from tests.support.sockets import send
@@ -57,3 +60,22 @@ def test_a_price_in_predicted_seconds_fills_the_queue(start_server):
         refused = post(server, "/attention", large)
         problem(refused, 429, "queue_full")
         assert "compute seconds" in refused.json["detail"]
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["with its length", "chunked"])
+@pytest.mark.parametrize("answered", [JSON, SAFETENSORS])
+@pytest.mark.parametrize("media", [JSON, SAFETENSORS])
+def test_the_memory_of_bodies_and_answers_counts_while_a_request_runs(gated, media, answered, chunked):
+    """The bytes in /info are at least those of the body, or of its tensors, and of the answer's text."""
+    tensors = {name: normal(1, 2, 64, 16, seed=seed) for seed, name in enumerate("qkv")}
+    body = message(tensors, backend="triton")
+    if media == JSON:
+        body = json.dumps({n: t.tolist() for n, t in tensors.items()} | {"backend": "triton"}).encode()
+    pieces = iter([body]) if chunked else body
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        gated.busy(pool, pieces, media=media, accept=answered) as answer,
+    ):
+        counted = gated.server.get("/info")[1]["load"]["bytes"]
+    held = len(body) if media == JSON else 4 * tensors["q"].nbytes
+    assert counted >= held + (len(answer.result().body) if answered == JSON else 0)

@@ -129,15 +129,32 @@ class Holding(RuleBasedStateMachine):
         for serial in self.uses[-1]:
             self.there[serial].users += 1
 
+    @rule(data=st.data(), used=st.booleans(), seconds=st.sampled_from([1.5, 120.0]), removes=st.booleans())
+    def call(self, data, used, seconds, removes):
+        """A call of one caller, and meanwhile time passes, and others read, delete, or lose their keys."""
+        self.begin_a_call(data)
+        self.wait(seconds)
+        for serial in [*self.uses[-1]]:
+            self.read_one(self.there[serial].owner, serial)
+        if removes:
+            self.remove_a_key(data.draw(st.sampled_from(OWNERS)))
+        else:
+            self.delete(data, data.draw(st.sampled_from(OWNERS)))
+        self.what_is_counted_is_what_is_held()
+        self.end_of(len(self.uses) - 1, used)
+
     @rule(data=st.data(), used=st.booleans())
     def end_a_call(self, data, used):
         if self.uses:
-            serials = self.uses.pop(data.draw(st.integers(0, len(self.uses) - 1)))
-            self.ledger.leave(serials, used=used)
-            for serial in serials:
-                if serial in self.there:
-                    self.left(serial, used)
-            self.wait(1.5)
+            self.end_of(data.draw(st.integers(0, len(self.uses) - 1)), used)
+
+    def end_of(self, number, used):
+        serials = self.uses.pop(number)
+        self.ledger.leave(serials, used=used)
+        for serial in serials:
+            if serial in self.there:
+                self.left(serial, used)
+        self.wait(1.5)
 
     def left(self, serial, used):
         item = self.there[serial]
@@ -148,7 +165,9 @@ class Holding(RuleBasedStateMachine):
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def read(self, data, owner):
-        serial = self.any(data)
+        self.read_one(owner, self.any(data))
+
+    def read_one(self, owner, serial):
         expected = self.code(owner, serial)
         assert code(self.saved.tensors, owner, serial) == expected
         if expected is None and self.there[serial].ran:
@@ -186,7 +205,8 @@ class Holding(RuleBasedStateMachine):
                     self.lost[serial] = self.there.pop(serial).owner
 
     def any(self, data):
-        return data.draw(st.sampled_from([*self.there, *self.gone, *self.lost, 10_000]))
+        present = self.there and data.draw(st.booleans())
+        return data.draw(st.sampled_from([*self.there] if present else [*self.there, *self.gone, *self.lost, 10_000]))
 
     def code(self, owner, serial):
         item = self.there.get(serial)

@@ -116,7 +116,6 @@ def test_a_server_without_memory_has_no_caches_and_saves_nothing(start_server):
     problem(ask(server, "/saved"), 404, "not_found")
 
 
-@pytest.mark.slow
 def test_removing_a_key_frees_its_caches(hurt):
     created(hurt, "bob", max_length=1024)
 
