@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from playwright.sync_api import expect
 
 from tests.support.browser import drawn, fill, run_shown_code, said
@@ -27,6 +28,11 @@ def play(page):
     form.get_by_label("Mask").select_option("bottom_right")
     settled(page)
     return page.locator("#playground")
+
+
+def number(text):
+    """Return a number that the page shows, with its minus sign."""
+    return float(text.replace("−", "-").replace(",", ""))
 
 
 def settled(page):
@@ -68,7 +74,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     for _ in range(20):  # move to the first query and key
         weights.press("ArrowUp")
         weights.press("ArrowLeft")
-    readout = play.locator(".readout")
+    readout = play.locator(".board .readout")
     expect(readout).to_contain_text("Query 0, key 0\n")
     weights.press("Enter")  # Enter, like a click, hides the selected key
     settled(page)
@@ -83,17 +89,16 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     for head in range(4):
         shown = page.evaluate(WEIGHTS, [problem, answer["lse"][0][head], request, head])
         np.testing.assert_allclose(shown, softmax(request, head), atol=1e-6)
-    sums, apart = re.findall(r"within ([\d.e−]+\d)", said(page, "playground").inner_text())
-    assert float(sums.replace("−", "-")) < 1e-5
-    assert float(apart.replace("−", "-")) < 1e-5
+    differences = re.findall(r"within ([\d.e−]+\d)", said(page, "playground").inner_text())
+    assert len(differences) == 3  # of the sums of rows, of o, and of the key weights
+    assert max(number(text) for text in differences) < 1e-5
 
     play.get_by_label("Head 3").check()
     weights.press("ArrowDown")
     weights.press("ArrowRight")
     expect(readout).to_contain_text("Query 1, key 1\n")
     expect(readout).to_contain_text("score = softcap · tanh(scale · q·k / softcap) − 0.0625 · 4 = ")
-    number = float(readout.inner_text().rpartition("= ")[2].replace("−", "-"))
-    assert number == pytest.approx(softmax(request, 3)[1, 1], rel=1e-3)
+    assert number(readout.inner_text().rpartition("= ")[2]) == pytest.approx(softmax(request, 3)[1, 1], rel=1e-3)
     for _ in range(12):
         weights.press("ArrowRight")
     expect(readout).to_contain_text("Query 1, the sink")
@@ -113,10 +118,10 @@ def test_it_opens_with_the_words_of_a_sentence(page):
         "“The cat sat on the mat because it was tired.” Real q, k and v"
     )
     expect(play.get_by_label("Queries")).to_be_hidden()
-    readout = play.locator(".readout")
+    readout = play.locator(".board .readout")
     expect(readout).to_contain_text("Query 8 “it”, key 2 “cat”\n")
     request = shown_request(page)
-    assert [*request] == ["return_lse", "q", "k", "v"]
+    assert [*request] == ["return_lse", "return_key_weights", "q", "k", "v"]
     q, k = (np.array(request[name][0]) for name in "qk")
     scores = np.exp(q @ k.swapaxes(1, 2) / 32**0.5)
     weights = scores / scores.sum(-1, keepdims=True)
@@ -164,9 +169,112 @@ def test_the_map_shows_where_the_weights_are(page, play):
     assert sum(first[:3]) < 200 < 500 < sum(pale[:3])  # the first query sees one key, which has weight 1
     assert hidden[3] == 0
     weights.click(position={"x": 44 + 2.5 * size, "y": 12.5 * size})
-    expect(play.locator(".readout")).to_contain_text("Query 12, key 2\n")
+    expect(play.locator(".board .readout")).to_contain_text("Query 12, key 2\n")
     (lse,) = drawn(page, "[data-part=lse]")
     assert (len(lse["lines"]["lse"]), lse["lost"]) == (16, [])
+
+
+def test_the_row_below_the_map_shows_how_much_attention_each_key_receives(page, play):
+    """The row is apart from the map, dark for keys with much attention, and its readout is the sum of a column."""
+    request = shown_request(page)
+    answer = json.loads(run_shown_code(page, "playground", "curl"))
+    received = np.array(answer["key_weights"][0][0])
+    q, k = (np.array(request[name][0][0]) for name in "qk")
+    scores = np.where(np.tri(16, dtype=bool), q @ k.T / 8**0.5, -np.inf)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    np.testing.assert_allclose(received, (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0), atol=1e-5)
+
+    map_ = play.locator("[data-part=weights]")
+    size = (map_.bounding_box()["width"] - 46) / 16  # CSS pixels of a cell
+
+    def light(row, j):
+        return sum(map_.evaluate(PIXEL, [round(44 + (j + 0.5) * size), round((row + 0.5) * size)])[:3])
+
+    order = np.argsort(received)
+    assert light(16.5, int(order[-1])) < 200
+    assert light(16.5, int(order[-1])) < light(16.5, int(order[8])) <= light(16.5, int(order[0]))
+    assert map_.evaluate(PIXEL, [round(44 + 0.5 * size), round(16.25 * size)])[3] == 0  # the gap
+    map_.hover(position={"x": 44 + 2.5 * size, "y": 17 * size})
+    expect(play.locator(".board .readout")).to_contain_text("All queries, key 2\n")
+    server, page_ = re.findall(r"= ([\d.e−]+\d)", play.locator(".board .readout").inner_text())
+    assert number(server) == pytest.approx(received[2], rel=1e-5)
+    assert number(page_) == pytest.approx(received[2], rel=1e-5)
+    play.get_by_label("scores").check()  # sums of scores have no meaning
+    expect(play.locator("[data-part=received-scale]")).to_be_hidden()
+
+
+def attention(request, q, k, v):
+    """Return o of a request by its definition, in float64, for tensors without batch."""
+    group = len(q) // len(k)
+    k, v = (torch.repeat_interleave(one, group, dim=0) for one in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    cap = request.get("softcap", 0)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+    if "alibi_slopes" in request:
+        i, j = np.indices(scores.shape[1:])
+        distance = torch.from_numpy(np.abs(j - i - (scores.shape[2] - scores.shape[1])))
+        scores = scores - torch.tensor(request["alibi_slopes"], dtype=torch.float64)[:, None, None] * distance
+    sinks = torch.tensor(request.get("sinks", [-torch.inf] * len(q)), dtype=torch.float64)
+    logits = torch.cat([scores.masked_fill(hidden, -torch.inf), sinks[:, None, None].expand(-1, len(q[0]), 1)], dim=2)
+    return logits.softmax(2)[..., :-1] @ v
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"q_len": 6, "kv_len": 9, "kv_heads": 2, "sink": 0.5, "softcap": 2, "slope": 0.5}, id="options")],
+)
+def test_a_click_on_o_shows_the_gradients_of_this_element(page, play, options):
+    """dq, dk and dv of the clicked element are those of autograd, on screen and in the code, and are drawn."""
+    fill(play.locator("form"), **options)
+    settled(page)
+    play.get_by_label("Head 3").check()
+    gradients = play.locator(".gradients")
+    expect(gradients.locator(".derived")).to_be_hidden()
+    outputs = play.locator("[data-part=o]")
+    size = (outputs.bounding_box()["width"] - 46) / 8
+    outputs.click(position={"x": 44 + 6.5 * size, "y": 5.5 * size})
+    expect(gradients.locator(".told")).to_contain_text("Query 5, value dimension 6: the gradients of o[5, 6]")
+    apart = re.search(r"within ([\d.e−]+\d)", gradients.locator(".told").inner_text())[1]
+    assert number(apart) < 1e-5
+    expect(gradients.locator(".formula")).to_have_count(3)
+
+    request = shown_request(page)
+    q, k, v = (torch.tensor(request[name][0], dtype=torch.float64, requires_grad=True) for name in "qkv")
+    attention(request, q, k, v)[3, 5, 6].backward()
+    expected = {"dq": q.grad[3, 5:6], "dk": k.grad[-1], "dv": v.grad[-1]}
+    texts = run_shown_code(page, "playground", "curl")
+    answer = json.loads(texts[json.JSONDecoder().raw_decode(texts)[1] :])
+    for name, given in zip(expected, (q, k, v), strict=True):
+        np.testing.assert_allclose(answer[name][0], given.grad, atol=1e-5)
+    printed = re.findall(r"-?\d+\.\d*", run_shown_code(page, "playground", "Python"))[-8:]
+    np.testing.assert_allclose([float(text) for text in printed], expected["dq"][0], atol=6e-4)
+
+    readout = gradients.locator(".readout")
+    for name, rows in expected.items():
+        map_ = gradients.locator(f"[data-part={name}]")
+        size = (map_.bounding_box()["width"] - 46) / 8
+        row, column = divmod(int(rows.abs().argmax()), rows.shape[1])  # the darkest cell
+        map_.hover(position={"x": 44 + (column + 0.5) * size, "y": (row + 0.5) * size})
+        expect(readout).to_contain_text(f"{'Query 5' if name == 'dq' else f'Key {row}'}, dimension {column}\n")
+        expect(readout).to_contain_text(f"{name} of the server = ")
+        server, formula = re.findall(r" (−?\d[\d.e−]*)(?=;|$)", readout.inner_text())
+        assert number(server) == pytest.approx(rows[row, column].item(), rel=1e-4)
+        assert number(formula) == pytest.approx(rows[row, column].item(), rel=1e-4)
+        dark = sum(map_.evaluate(PIXEL, [round(44 + (column + 0.5) * size), round((row + 0.5) * size)])[:3])
+        assert dark < 250
+    other = gradients.locator("[data-part=dv]")
+    pale = other.evaluate(PIXEL, [round(44 + 0.5 * size), round(0.5 * size)])  # another column of dv: it is 0
+    assert sum(pale[:3]) > 650
+
+    play.get_by_label("Head 0").check()  # the same element of another head
+    expect(gradients.locator(".derived")).to_be_visible()
+    fill(play.locator("form"), q_len=3, kv_len="")
+    settled(page)
+    expect(gradients.locator(".derived")).to_be_hidden()  # this o has no query 5
+    outputs.focus()
+    outputs.press("Enter")
+    expect(gradients.locator(".told")).to_contain_text("the gradients of o[")
 
 
 @pytest.mark.parametrize("tensors", ["near tokens are alike", "random"])
@@ -177,7 +285,7 @@ def test_curl_and_python_ask_for_the_same(page, play, tensors):
     settled(page)
     answer = json.loads(run_shown_code(page, "playground", "curl"))
     printed = [float(text) for text in re.findall(r"-?\d+\.\d*", run_shown_code(page, "playground", "Python"))]
-    both = [*np.ravel(answer["lse"]), *np.ravel(answer["o"])]
+    both = np.concatenate([np.ravel(answer[name]) for name in ("lse", "key_weights", "o")])
     np.testing.assert_allclose(printed, both, atol=6e-4)
 
 

@@ -79,25 +79,40 @@ export function slopes(first, heads) {
 
 // Return the functions of one head: `score(i, j)`, scaled, capped and reduced by ALiBi; `distance(i, j)` of a key from
 // the diagonal; `seen(i, j)`; `weight(i, j)` = exp(score − lse); `sink(i)`, the weight of the sink, which has no value;
-// `total(i)`, the sum of a row's weights; `o(i)`, computed from these weights.
+// `total(i)`, the sum of a row's weights; `received(j)`, the sum of a column's; `o(i)`, computed from these weights;
+// `gradients(i, d)` of element d of o(i): {dq: a row, dk, dv: rows by key}.
 export function head({ q, k, v }, lse, options, number) {
   const group = q.length / k.length; // query heads that share a key/value head
   const [Q, K, V] = [q[number], k[Math.floor(number / group)], v[Math.floor(number / group)]];
   const { scale = 1 / Math.sqrt(Q[0].length), softcap = 0, sinks, alibi_slopes } = options;
   const mask = visible(Q.length, K.length, options);
   const distance = (i, j) => Math.abs(j - i - offsetOf(Q.length, K.length, options));
+  const product = (i, j) => scale * dot(Q[i], K[j]);
   const score = (i, j) => {
-    const raw = scale * dot(Q[i], K[j]);
-    const capped = softcap ? softcap * Math.tanh(raw / softcap) : raw;
+    const capped = softcap ? softcap * Math.tanh(product(i, j) / softcap) : product(i, j);
     return alibi_slopes ? capped - alibi_slopes[number] * distance(i, j) : capped;
   };
   const share = (s, i) => (lse[i] === -Infinity ? 0 : Math.exp(s - lse[i]));
   const weight = (i, j) => (mask(i, j) ? share(score(i, j), i) : 0);
+  const keys = range(K.length);
+  const sum = (values) => values.reduce((so_far, x) => so_far + x, 0);
+  const o = (i) => V[0].map((_, d) => sum(keys.map((j) => weight(i, j) * V[j][d])));
+  // dsoftmax = weight · (v − o); the softcap passes on 1 − tanh² of it.
+  const gradients = (i, d) => {
+    const there = o(i)[d];
+    const passed = (j) => (softcap ? 1 - Math.tanh(product(i, j) / softcap) ** 2 : 1);
+    const ds = keys.map((j) => (mask(i, j) ? scale * weight(i, j) * (V[j][d] - there) * passed(j) : 0));
+    return {
+      dq: Q[i].map((_, c) => sum(keys.map((j) => ds[j] * K[j][c]))),
+      dk: keys.map((j) => Q[i].map((x) => ds[j] * x)),
+      dv: keys.map((j) => V[0].map((_, c) => (c === d ? weight(i, j) : 0))),
+    };
+  };
   return {
     rows: Q.length, columns: K.length, seen: mask, score, distance, weight,
     sink: (i) => (sinks ? share(sinks[number], i) : 0),
-    total: (i) => range(K.length).reduce((sum, j) => sum + weight(i, j), 0),
-    o: (i) => V[0].map((_, d) => range(K.length).reduce((sum, j) => sum + weight(i, j) * V[j][d], 0)),
+    total: (i) => sum(keys.map((j) => weight(i, j))), received: (j) => sum(range(Q.length).map((i) => weight(i, j))),
+    o, gradients,
   };
 }
 

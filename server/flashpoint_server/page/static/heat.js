@@ -1,11 +1,14 @@
 // A heat map on a canvas, with named axes. The user chooses a cell by pointer, by touch or with the arrow keys.
 
+import { number } from "./text.js";
+
 const LEFT = 44; // room for the numbers of the rows
 const BELOW = 38; // room for the numbers of the columns
 const LEFT_OF_TEXTS = 76; // room for words instead
 const BELOW_TEXTS = 80;
 const TALLEST = 440; // CSS pixels of the cells
 const WIDEST_CELL = 34;
+const LINE = 13; // CSS pixels of a line of text
 
 const maps = new Set();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => maps.forEach((map) => map.draw()));
@@ -24,11 +27,12 @@ export class HeatMap {
   }
 
   // `picture`: rows, columns, value(i, j), hidden(i, j) and low, high: the values at the ends of the colours; 0 is in
-  // the middle where low is negative. `extra`: {name, value(i)}, one more column, set apart. `rowTexts` and `columnTexts`
-  // are words instead of numbers.
+  // the middle where low is negative. `extra`: {name, value(i)}, one more column, set apart; `below`: {name, value(j), high},
+  // one more row, set apart, with colours from 0 to its own `high`. `rowTexts` and `columnTexts` are words instead of
+  // numbers; `firstRow` is the number of the first row. `marked`: a cell with a frame of its own.
   show(picture) {
     this.picture = picture;
-    if (this.cell && !(this.cell[0] < picture.rows && this.cell[1] < this.columns)) this.cell = null;
+    if (this.cell && !this.has(...this.cell)) this.cell = null;
     this.draw();
   }
 
@@ -36,8 +40,17 @@ export class HeatMap {
     return this.picture.columns + (this.picture.extra ? 1 : 0);
   }
 
+  get rows() {
+    return this.picture.rows + (this.picture.below ? 1 : 0);
+  }
+
+  // Return whether there is such a cell: the additional row and column have none in common.
+  has(i, j) {
+    return i < this.rows && j < this.columns && !(i === this.picture.rows && j === this.picture.columns);
+  }
+
   choose(cell) {
-    if (!cell || (this.cell && cell[0] === this.cell[0] && cell[1] === this.cell[1])) return;
+    if (!cell || !this.has(...cell) || (this.cell && cell[0] === this.cell[0] && cell[1] === this.cell[1])) return;
     this.cell = cell;
     this.draw();
     this.chosen(...cell);
@@ -49,34 +62,34 @@ export class HeatMap {
     event.preventDefault(); // the page must not scroll
     const [i, j] = this.cell ?? [0, 0];
     if (!step) this.pressed?.(i, j);
-    else this.choose([clamp(i + step[0], this.picture.rows), clamp(j + step[1], this.columns)]);
+    else this.choose([clamp(i + step[0], this.rows), clamp(j + step[1], this.columns)]);
   }
 
   at({ offsetX, offsetY }) {
     if (!this.picture) return null;
-    const [i, j] = [Math.floor(offsetY / this.size), this.columnAt(offsetX - this.left)];
-    return i >= 0 && i < this.picture.rows && j >= 0 && j < this.columns ? [i, j] : null;
-  }
-
-  // Columns are adjacent, except the extra one, which is half a cell apart.
-  columnAt(x) {
-    const { columns } = this.picture;
-    if (x < columns * this.size) return Math.floor(x / this.size);
-    return x >= (columns + 0.5) * this.size ? Math.floor(x / this.size - 0.5) : -1;
+    const { rows, columns, extra, below } = this.picture;
+    const [i, j] = [cellAt(offsetY, rows, this.tall, below), cellAt(offsetX - this.left, columns, this.size, extra)];
+    return i >= 0 && j >= 0 && this.has(i, j) ? [i, j] : null;
   }
 
   xOf(column) {
     return this.left + (column + (column >= this.picture.columns ? 0.5 : 0)) * this.size;
   }
 
+  yOf(row) {
+    return (row + (row >= this.picture.rows ? 0.5 : 0)) * this.tall;
+  }
+
   draw() {
     const width = this.canvas.parentElement.clientWidth;
     if (!this.picture || !width) return; // hidden: it is drawn when it becomes visible
-    const { rows, extra, rowTexts, columnTexts } = this.picture;
-    const across = this.columns + (extra ? 0.5 : 0);
+    const { extra, below, rowTexts, columnTexts } = this.picture;
+    const [across, down] = [this.columns + (extra ? 0.5 : 0), this.rows + (below ? 0.5 : 0)];
     this.left = rowTexts ? LEFT_OF_TEXTS : LEFT;
-    this.size = Math.max(3, Math.min((width - this.left - 2) / across, TALLEST / rows, WIDEST_CELL));
-    const [w, h] = [this.left + across * this.size + 2, rows * this.size + (columnTexts ? BELOW_TEXTS : BELOW)];
+    this.size = Math.max(3, Math.min((width - this.left - 2) / across, TALLEST / down, WIDEST_CELL));
+    this.tall = rowTexts ? Math.max(this.size, LINE) : this.size; // each row has its word
+    this.bottom = down * this.tall;
+    const [w, h] = [this.left + across * this.size + 2, this.bottom + (columnTexts ? BELOW_TEXTS : BELOW)];
     const dense = devicePixelRatio || 1;
     Object.assign(this.canvas, { width: Math.ceil(w * dense), height: Math.ceil(h * dense) });
     Object.assign(this.canvas.style, { width: `${w}px`, height: `${h}px` });
@@ -85,30 +98,33 @@ export class HeatMap {
     const colours = palette();
     this.drawCells(context, colours);
     this.drawAxes(context, colours);
-    if (this.cell) this.drawCell(context, colours);
+    if (this.picture.marked) this.drawFrame(context, colours.accent, ...this.picture.marked);
+    if (this.cell) this.drawFrame(context, colours.text, ...this.cell);
   }
 
   drawCells(context, colours) {
-    const { rows, value, hidden, low, high, extra } = this.picture;
+    const { rows, columns, value, hidden, low, high, extra, below } = this.picture;
     const gap = this.size > 8 ? 1 : 0;
-    for (let i = 0; i < rows; i += 1) {
+    for (let i = 0; i < this.rows; i += 1) {
       for (let j = 0; j < this.columns; j += 1) {
-        const [x, y] = [this.xOf(j), i * this.size];
-        const own = j < this.picture.columns;
-        if (own && hidden(i, j)) cross(context, x, y, this.size, colours);
+        if (!this.has(i, j)) continue;
+        const [x, y] = [this.xOf(j), this.yOf(i)];
+        if (i < rows && j < columns && hidden(i, j)) cross(context, x, y, this.size, colours);
         else {
-          context.fillStyle = shade(own ? value(i, j) : extra.value(i), low, high, colours);
-          context.fillRect(x, y, this.size - gap, this.size - gap);
+          const colour = i < rows ? shade(j < columns ? value(i, j) : extra.value(i), low, high, colours)
+            : shade(below.value(j), 0, below.high, colours);
+          context.fillStyle = colour;
+          context.fillRect(x, y, this.size - gap, this.tall - gap);
         }
       }
     }
   }
 
   drawAxes(context, colours) {
-    const { rows, columns, extra, rowTexts, columnTexts } = this.picture;
+    const { rows, columns, extra, below, rowTexts, columnTexts, firstRow = 0 } = this.picture;
     context.fillStyle = colours.soft;
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-    const bottom = rows * this.size;
+    const { bottom } = this;
     context.textAlign = "center";
     const half = this.size / 2;
     for (const j of ticks(columns, this.size, columnTexts ? 13 : 22)) {
@@ -116,10 +132,12 @@ export class HeatMap {
       else context.fillText(j, this.xOf(j) + half, bottom + 14);
     }
     if (extra) context.fillText(extra.name, Math.min(this.xOf(columns) + half, this.xOf(columns) + this.size - 8), bottom + 14);
-    const below = columnTexts ? BELOW_TEXTS - 7 : 31;
-    context.fillText(this.names[1], this.left + (columns * this.size) / 2, bottom + below);
+    context.fillText(this.names[1], this.left + (columns * this.size) / 2, bottom + (columnTexts ? BELOW_TEXTS - 7 : 31));
     context.textAlign = "right";
-    for (const i of ticks(rows, this.size, 13)) context.fillText(rowTexts?.[i] ?? i, this.left - 5, i * this.size + half + 4);
+    const nameRow = (i, name) => context.fillText(name, this.left - 5, this.yOf(i) + this.tall / 2 + 4);
+    for (const i of ticks(rows, this.tall, LINE)) nameRow(i, rowTexts?.[i] ?? firstRow + i);
+    if (below) nameRow(rows, below.name);
+    if (bottom < context.measureText(this.names[0]).width) return; // no room
     context.translate(10, bottom / 2);
     context.rotate(-Math.PI / 2);
     context.textAlign = "center";
@@ -128,12 +146,25 @@ export class HeatMap {
     context.translate(-10, -bottom / 2);
   }
 
-  drawCell(context, colours) {
-    const [i, j] = this.cell;
-    context.strokeStyle = colours.text;
+  drawFrame(context, colour, i, j) {
+    context.strokeStyle = colour;
     context.lineWidth = 2;
-    context.strokeRect(this.xOf(j) - 0.5, i * this.size - 0.5 + 1, this.size, this.size - 1);
+    context.strokeRect(this.xOf(j) - 0.5, this.yOf(i) + 0.5, this.size, this.tall - 1);
   }
+}
+
+// Return the cell at a place, or −1. Cells are adjacent, except the one behind them, if there is one: it is half a cell apart.
+function cellAt(place, count, size, more) {
+  const at = Math.floor(place / size);
+  if (at < count) return at;
+  return more && Math.floor(place / size - 0.5) === count ? count : -1;
+}
+
+// Write the values at the ends of the colours beside the bar of a `.scale`.
+export function scaleOf(element, low, high) {
+  const [from, to] = element.querySelectorAll("[data-end]");
+  [from.textContent, to.textContent] = [number(low), number(high)];
+  element.querySelector("i").className = low < 0 ? "both" : "";
 }
 
 // Write a text that ends at a point, from below.
@@ -170,7 +201,7 @@ function palette() {
   const style = getComputedStyle(document.documentElement);
   const named = (name) => style.getPropertyValue(`--${name}`).trim();
   return {
-    text: named("text"), soft: named("soft"), line: named("edge"), // also the colour of NaN
+    text: named("text"), soft: named("soft"), accent: named("accent"), line: named("edge"), // also the colour of NaN
     up: ["heat-0", "heat-1", "heat-2"].map((name) => rgb(named(name))),
     down: ["heat-0", "cold-1", "cold-2"].map((name) => rgb(named(name))),
   };

@@ -5,12 +5,14 @@ import { base, call } from "./api.js";
 import { draw } from "./chart.js";
 import { code, curl, keywords, python } from "./code.js";
 import { clear, read, refused, valid } from "./form.js";
-import { HeatMap } from "./heat.js";
-import { number, select } from "./text.js";
+import * as gradients from "./gradients.js";
+import { HeatMap, scaleOf } from "./heat.js";
+import { number, select, value } from "./text.js";
 
 const WAIT_MS = 150; // behind the last change of the form
 const CLOSE = 1e-3; // a larger error is shown as wrong; those of float32 are far below
 const ROUNDING = 2 ** -24; // of float32, relative
+const ANSWERS = { return_lse: true, return_key_weights: true };
 const FIRST_WORDS = ["it", "cat"].map((word) => sentence.tokens.indexOf(word));
 
 const section = document.getElementById("playground");
@@ -18,13 +20,13 @@ const [form, said, outcome, readout] = select(section, "form", ".said", ".outcom
 const [heads, edit, show] = select(section, ".heads", "[data-edit]", "[data-show-all]");
 const part = (name) => section.querySelector(`[data-part="${name}"]`);
 const weights = new HeatMap(part("weights"), ["query", "key"], (i, j) => tell(i, j), hide);
-const outputs = new HeatMap(part("o"), ["query", "value dimension"], (i, d) => tellOutput(i, d));
+const outputs = new HeatMap(part("o"), ["query", "value dimension"], (i, d) => tellOutput(i, d), differentiate);
 
 let seed = 0; // of the tensors
 let hidden = new Set(); // "i,j": keys that the reader has taken from queries
 let asking = new AbortController();
 let timer = null;
-let answered = null; // {problem, options, lse, o} of what is on screen
+let answered = null; // {problem, options, lse, o, received} of what is on screen
 let retry = false; // whether the last call may succeed if it is made again
 
 // The form: what the tensors are made from, and the options of the call.
@@ -36,7 +38,6 @@ function asked() {
     ...(mask && { causal: true }), ...(mask === "top_left" && { causal_alignment: mask }),
     ...((left ?? right) !== undefined && { window: [left ?? -1, right ?? -1] }),
     ...(softcap && { softcap }), ...(scale !== undefined && { scale }),
-    return_lse: true,
   };
   const removed = [...hidden].map((cell) => cell.split(",").map(Number)).filter(([i, j]) => i < made.q_len && j < made.kv_len);
   return {
@@ -50,7 +51,7 @@ function request({ made, options, removed, sinks, alibi_slopes }) {
   const attn_mask = removed.length ? range(made.q_len).map(() => Array(made.kv_len).fill(true)) : undefined;
   for (const [i, j] of removed) attn_mask[i][j] = false;
   const added = { ...(sinks && { sinks }), ...(alibi_slopes && { alibi_slopes }) };
-  return { ...options, ...added, q: [q], k: [k], v: [v], ...(attn_mask && { attn_mask }) }; // the long ones come last
+  return { ...options, ...ANSWERS, ...added, q: [q], k: [k], v: [v], ...(attn_mask && { attn_mask }) }; // the long ones come last
 }
 
 export const showCode = code("playground", () => {
@@ -68,14 +69,32 @@ export const showCode = code("playground", () => {
     const [rows, columns] = [0, 1].map((at) => removed.map((cell) => cell[at]).join(", "));
     before.push(`mask = np.ones((${made.q_len}, ${made.kv_len}), bool)`, `mask[[${rows}], [${columns}]] = False`);
   }
+  const names = given.join(", ");
+  const lines = [
+    `o, lse, key_weights = client.attention(${names}, ${keywords({ ...options, ...ANSWERS })})`,
+    "print(lse.round(3))", "print(key_weights.round(3))", "print(o.round(3))",
+  ];
+  const body = request(now);
+  const commands = [curl("attention", body)];
+  const chosen = gradients.element(made.q_len, made.head_dim);
+  if (chosen) {
+    const number_ = chosenHead(made.q_heads);
+    before.push("do = np.zeros_like(q)", `do[0, ${number_}, ${chosen.join(", ")}] = 1`);
+    lines.push(`dq, dk, dv = client.attention_grad(${["do", names, ...[keywords(options)].filter(Boolean)].join(", ")})`,
+      `print(dq[0, ${number_}, ${chosen[0]}].round(3))`);
+    const one_hot = gradients.oneHot({ q: body.q[0], v: body.v[0] }, number_, chosen);
+    commands.push(curl("attention/grad", { ...differentiable(body), do: [one_hot] }));
+  }
   return {
-    curl: curl("attention", request(now)),
-    python: python(
-      [`o, lse = client.attention(${given.join(", ")}, ${keywords(options)})`, "print(lse.round(3))", "print(o.round(3))"],
-      { library: made.pattern === "words" ? ["json", "urllib.request", "", "numpy as np"] : ["numpy as np"], before },
-    ),
+    curl: commands.join("\n"),
+    python: python(lines, { library: made.pattern === "words" ? ["json", "urllib.request", "", "numpy as np"] : ["numpy as np"], before }),
   };
 });
+
+// Return a request of /attention as one of /attention/grad, without do.
+function differentiable({ return_lse, return_key_weights, ...rest }) {
+  return rest;
+}
 
 form.addEventListener("input", () => {
   fit();
@@ -93,7 +112,10 @@ show.addEventListener("click", () => {
   hidden = new Set();
   soon(0);
 });
-heads.addEventListener("change", render);
+heads.addEventListener("change", () => {
+  render();
+  derive();
+});
 section.querySelector(".views").addEventListener("change", render);
 
 document.addEventListener("locked", () => {
@@ -134,14 +156,19 @@ async function ask(signal) {
   const body = request(now);
   try {
     const response = await call("attention", { method: "POST", body, signal });
-    const { o, lse, backend } = await response.json();
+    const { o, lse, key_weights, backend } = await response.json();
     if (signal.aborted) return undefined;
     const [q, k, v] = [body.q[0], body.k[0], body.v[0]];
     const options = { ...now.options, sinks: now.sinks, alibi_slopes: now.alibi_slopes, attn_mask: body.attn_mask };
-    answered = { words: now.made.pattern === "words", problem: { q, k, v }, options, lse: lse[0].map((row) => row.map(value)), o: o[0].map((rows) => rows.map((row) => row.map(value))), backend };
+    const numbers = (rows) => rows.map((row) => row.map(value));
+    answered = {
+      words: now.made.pattern === "words", body, problem: { q, k, v }, options, backend,
+      lse: numbers(lse[0]), received: numbers(key_weights[0]), o: o[0].map(numbers),
+    };
     clear(form);
     showHeads(q.length, answered.words);
     render();
+    derive();
   } catch (problem) {
     if (signal.aborted) return undefined;
     retry = [0, 429, 503].includes(problem.status);
@@ -153,18 +180,14 @@ async function ask(signal) {
 
 function fail(text) {
   answered = null;
+  gradients.close();
   outcome.hidden = true;
   said.dataset.verdict = "";
   said.textContent = text;
 }
 
-// Return a number of a JSON answer: infinities are strings there.
-function value(x) {
-  return typeof x === "string" ? { Infinity, "-Infinity": -Infinity }[x] ?? NaN : x;
-}
-
 function showHeads(count, words) {
-  const chosen = Math.min(Number(heads.querySelector("input:checked")?.value ?? 0), count - 1);
+  const chosen = chosenHead(count);
   const shape = `${count}${words}`;
   if (heads.dataset.shape !== shape) {
     heads.dataset.shape = shape;
@@ -181,18 +204,24 @@ function showHeads(count, words) {
   heads.hidden = count === 1;
 }
 
+// Return the number of the chosen head of `count`.
+function chosenHead(count) {
+  return Math.min(Number(heads.querySelector("input:checked")?.value ?? 0), count - 1);
+}
+
 function current() {
-  const chosen = Number(heads.querySelector("input:checked").value);
+  const chosen = chosenHead(answered.lse.length);
   const lse = answered.lse[chosen];
   const slope = answered.options.alibi_slopes?.[chosen];
-  return { one: head(answered.problem, lse, answered.options, chosen), lse, o: answered.o[chosen], slope };
+  const one = head(answered.problem, lse, answered.options, chosen);
+  return { one, lse, o: answered.o[chosen], received: answered.received[chosen], slope, chosen };
 }
 
 function render() {
   outcome.hidden = false;
   outcome.removeAttribute("aria-busy");
   show.hidden = !hidden.size;
-  const { one, lse, o } = current();
+  const { one, lse, o, received } = current();
   const scores = section.querySelector(".views input:checked").value === "scores";
   const shown = scores ? one.score : one.weight;
   const finite = (x) => Number.isFinite(x); // colours have no place for other numbers
@@ -202,41 +231,42 @@ function render() {
   const low = scores ? Math.min(0, ...cells) : 0;
   const { rows, columns } = one;
   const texts = answered.words ? { rowTexts: sentence.tokens, columnTexts: sentence.tokens } : {};
-  weights.show({ rows, columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink, ...texts });
+  const top = Math.max(0, ...received.filter(finite));
+  const below = scores ? undefined : { name: "sum", value: (j) => received[j], high: top };
+  weights.show({ rows, columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink, below, ...texts });
   const size = Math.max(0, ...o.flat().map(Math.abs).filter(finite));
-  outputs.show({ rows: o.length, columns: o[0].length, value: (i, d) => o[i][d], hidden: () => false, low: -size, high: size, rowTexts: texts.rowTexts });
-  scaleOf("weights", low, most);
-  scaleOf("o", -size, size);
+  outputs.show({ rows: o.length, columns: o[0].length, value: (i, d) => o[i][d], hidden: () => false, low: -size, high: size, rowTexts: texts.rowTexts, marked: gradients.element(o.length, o[0].length) });
+  scaleOf(part("weights-scale"), low, most);
+  part("received-scale").hidden = scores;
+  scaleOf(part("received-scale"), 0, top);
+  scaleOf(part("o-scale"), -size, size);
   draw(part("lse"), {
     title: "lse", heading: false, height: 170, legend: false, data: range(one.rows),
     x: { label: "query", range: [-0.5, one.rows - 0.5], format: (i) => (Number.isInteger(i) ? String(i) : "") },
     y: { label: "lse (natural log)" },
     series: [{ name: "lse", colour: "accent", gaps: true, values: lse.map((x) => (Number.isFinite(x) ? x : null)) }],
   });
-  check(one, o, lse);
+  check(one, o, lse, received);
   weights.cell ??= answered.words ? FIRST_WORDS : [one.rows - 1, one.columns - 1];
   weights.draw();
   tell(...weights.cell);
 }
 
-function scaleOf(name, low, high) {
-  const [from, to] = part(`${name}-scale`).querySelectorAll("span");
-  [from.textContent, to.textContent] = [number(low), number(high)];
-  part(`${name}-scale`).querySelector("i").className = low < 0 ? "both" : "";
-}
-
-// Show the error of the weights' sums, and the difference between weights·v and the server's o.
-function check(one, o, lse) {
+// Show the error of the weights' sums, and the differences between weights·v and the server's o, and between the sums of
+// columns and the server's key weights.
+function check(one, o, lse, received) {
   const rows = range(one.rows).filter((i) => lse[i] !== -Infinity);
   const off = Math.max(0, ...rows.map((i) => Math.abs(one.total(i) + one.sink(i) - 1)));
   const apart = Math.max(...range(one.rows).flatMap((i) => one.o(i).map((x, d) => Math.abs(x - o[i][d]))));
+  const astray = Math.max(...received.map((x, j) => Math.abs(one.received(j) - x)));
   const sums = answered.options.sinks ? "Each row and its sink add up to 1" : "Each row adds up to 1";
   const blind = one.rows - rows.length;
   said.textContent =
-    `${sums} within ${number(off, 2)}; weights · v equals the server’s o within ${number(apart, 2)}.` +
+    `${sums} within ${number(off, 2)}; weights · v equals the server’s o within ${number(apart, 2)},` +
+    ` and each column adds up to its key weight within ${number(astray, 2)}.` +
     ` Computed by ${answered.backend}.` +
-    (blind ? ` ${blind} of ${one.rows} queries see no key: their o is 0, and their lse −∞.` : "") + explained(one, o, lse, off, apart);
-  said.dataset.verdict = off <= CLOSE && apart <= CLOSE * Math.max(1, ...o.flat().map(Math.abs)) ? "" : "bad";
+    (blind ? ` ${blind} of ${one.rows} queries see no key: their o is 0, and their lse −∞.` : "") + explained(one, o, lse, off, Math.max(apart, astray));
+  said.dataset.verdict = off <= CLOSE && apart <= CLOSE * Math.max(1, ...o.flat().map(Math.abs)) && astray <= CLOSE * one.rows ? "" : "bad";
 }
 
 // Return why the weights do not fit the answer: the server computes in float32, which has about 7 digits, and the page in float64.
@@ -250,10 +280,13 @@ function explained(one, o, lse, off, apart) {
 
 // Show how the weight of a cell follows from its score and its row's lse.
 function tell(i, j) {
-  const { one, lse, slope } = current();
+  const { one, lse, slope, received } = current();
   const l = number(lse[i], 4);
   let lines;
-  if (j >= one.columns) {
+  if (i >= one.rows) {
+    lines = [`All queries, ${keyName(j)}`, `key weight of the server = ${number(received[j], 6)}`,
+      `sum of the column’s weights = ${number(one.received(j), 6)}: the attention that the key receives from ${one.rows} queries`];
+  } else if (j >= one.columns) {
     const logit = number(answered.options.sinks[0], 4); // every head has the same
     lines = [`${queryName(i)}, the sink`, `weight = exp(sink − lse) = exp(${logit} − ${l}) = ${number(one.sink(i), 4)}`,
       "The sink takes this part of the row, and adds nothing to o."];
@@ -274,6 +307,19 @@ function tellOutput(i, d) {
     `sum of weight · v = ${number(one.o(i)[d], 6)}`]);
 }
 
+// Show the gradients of an element of o.
+function differentiate(i, d) {
+  gradients.pick(i, d);
+  render();
+  derive();
+}
+
+function derive() {
+  showCode();
+  const { one, chosen } = current();
+  gradients.show(differentiable(answered.body), one, chosen, { query: queryName, key: keyName, words: answered.words ? sentence.tokens : undefined });
+}
+
 const word = (at) => (answered.words ? ` “${sentence.tokens[at]}”` : "");
 const queryName = (i) => `Query ${i}${word(i)}`;
 const keyName = (j) => `key ${j}${word(j)}`;
@@ -285,7 +331,7 @@ function say(lines) {
 // Hide a key from a query, or show it again.
 function hide(i, j) {
   const { one } = current();
-  if (!edit.checked || j >= one.columns) return;
+  if (!edit.checked || i >= one.rows || j >= one.columns) return;
   const cell = `${i},${j}`;
   if (!hidden.delete(cell)) {
     if (!one.seen(i, j)) return; // another mask hides it

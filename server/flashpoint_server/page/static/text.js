@@ -13,6 +13,11 @@ export function number(value, digits = 3) {
     .replace("-", "−");
 }
 
+// Return a number of a JSON answer: infinities are strings there.
+export function value(x) {
+  return typeof x === "string" ? WORDS[x] ?? NaN : x;
+}
+
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
   const power = Math.min(Math.floor(Math.log2(Math.max(value, 1)) / 10), 4);
