@@ -14,6 +14,7 @@ from rich.console import Console
 
 from flashpoint.commands.app import RIGHT, WRONG, CommandError
 from flashpoint.commands.running import check_file, console, progress_bar, write_json
+from flashpoint.commands.triton_source import lacks_gpu
 from flashpoint.judging import judge_arguments, registered
 from flashpoint_contract.judging import Report
 from flashpoint_contract.wording.hints import how_to_install, meant
@@ -62,11 +63,17 @@ def judge(
     seconds: float | None, empty_rows: str | None, save: Path | None, json_file: Path | None,
 ) -> int:  # fmt: skip
     """Judge a function, show the report, and return the exit code. Raises CommandError."""
-    parts_of(name)
+    module, function = parts_of(name)
     check_file("--json", json_file)
     check_file("--save", save)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if lacks_gpu(module, function):  # before torch is imported, which takes seconds
+        raise CommandError(
+            "--kernel: it calls a Triton kernel, which needs a GPU: set TRITON_INTERPRET=1 to run it in Triton's "
+            "interpreter",
+            "docs/judge-my-kernel.md begins with such a kernel",
+        )
     try:
         judge_function = registered()
     except ModuleNotFoundError as error:

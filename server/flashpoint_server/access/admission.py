@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from flashpoint_contract.spec import Spec
+from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_server.access.limits import Quota
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import Counts
@@ -159,7 +160,8 @@ class Admission:
         if others and (inside_bytes := int(sum(self._bytes))) > self._bytes_limit:
             inside_bytes -= nbytes
             raise Refusal(
-                "queue_full", f"the queue is full: its requests hold {inside_bytes} bytes, and this one needs {nbytes}"
+                "queue_full",
+                f"the queue is full: its requests hold {in_bytes(inside_bytes)}, and this one needs {in_bytes(nbytes)}",
             )
 
     def _enter(self, permit: Permit) -> None:
@@ -254,5 +256,6 @@ def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:
         raise Refusal("work_too_large", f"{spec.batch} sequences exceed the limit of {sequence_limit}")
     if spec.footprint > memory:
         raise Refusal(
-            "work_too_large", f"the request needs at least {spec.footprint} bytes, and the device has {memory}"
+            "work_too_large",
+            f"the request needs at least {in_bytes(spec.footprint)}, and the device has {in_bytes(memory)}",
         )

@@ -20,6 +20,7 @@ import numpy as np
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.refusal import Refusal, out_of_time
 
@@ -82,7 +83,9 @@ class RequestBody:
     def check_length(self, length: int | None) -> None:
         """Raise Refusal 413 if `length` exceeds the limit."""
         if length is not None and length > self.limit:
-            raise Refusal("body_too_large", f"the body of {length} bytes exceeds the limit of {self.limit}")
+            raise Refusal(
+                "body_too_large", f"the body of {in_bytes(length)} exceeds the limit of {in_bytes(self.limit)}"
+            )
 
     async def next(self) -> bytes:
         """Return the next chunk; b"" at the end of the body. Raises Refusal (408, 413, 504) and ClientGoneError."""

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
+from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_server.access.admission import Permit, check_size
 from flashpoint_server.access.keys import Caller
@@ -259,7 +260,8 @@ async def carry_out(
     spec, backend, price, device, options, _ = plan
     if (size := sum(info.nbytes for info in text)) > (limit := service.settings.json_limit):
         raise Refusal(
-            "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {limit}: request a binary answer"
+            "work_too_large",
+            f"a JSON answer of {in_bytes(size)} exceeds the limit of {in_bytes(limit)}: request a binary answer",
         )
     permit = request.permit or admit(request, nbytes)
     if text:

@@ -14,6 +14,7 @@ from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_contract.tensors import FORWARD_TENSORS, INPUT_TENSORS, JUDGED, TensorInfo, refusals
 from flashpoint_contract.wording.hints import each_meant
+from flashpoint_contract.wording.sizes import in_flops, longest
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
@@ -62,7 +63,7 @@ async def verify(request: RouteRequest) -> None:
         drawn = await service.codec.parse(body, _drawn, text)
     if drawn is not None:
         _check_options(drawn)
-        request_json, price = drawn.model_dump_json().encode(), _price(_spec_of(drawn), device, service.settings)
+        request_json, price = drawn.model_dump_json().encode(), _drawn_price(drawn, device, service.settings)
     else:
         if text is not None:
             message = await JsonMessage.parse(text, service.codec, body)
@@ -182,9 +183,30 @@ def _price(spec: Spec, device: DeviceInfo, settings: Settings) -> Price:
     price = verification_price(spec, device)
     if price.flops > (limit := settings.verify_flops):
         raise Refusal(
-            "work_too_large", f"the verification needs {price.flops:.3g} FLOPs, over the limit of {limit:.3g}"
+            "work_too_large", f"the verification needs {in_flops(price.flops)}, over the limit of {in_flops(limit)}"
         )
     return price
+
+
+def _drawn_price(request: VerifyRequest, device: DeviceInfo, settings: Settings) -> Price:
+    """Return the cost of a problem to draw. Raises Refusal 422, and 413 with the largest lengths that fit."""
+    spec = _spec_of(request)
+    try:
+        return _price(spec, device, settings)
+    except Refusal as refusal:
+        shape = request.shape
+
+        def fits(length: int) -> bool:
+            sizes = {"q_len": min(shape.q_len, length), "kv_len": min(shape.kv_len, length)}
+            shorter = request.model_copy(update={"shape": shape.model_copy(update=sizes)})
+            try:
+                _price(_spec_of(shorter), device, settings)
+            except Refusal:
+                return False
+            return True
+
+        detail = f"{refusal.detail}; {longest(fits, max(shape.q_len, shape.kv_len))}"
+        raise Refusal(refusal.code, detail) from None
 
 
 def _drawn(text: bytes) -> VerifyRequest | None:

@@ -1,10 +1,15 @@
 """The server's page starts benchmarks, shows their progress, cancels them, and draws their results."""
 
+import json
+import re
+
 import pytest
 from playwright.sync_api import expect
 
+from flashpoint_contract.schemas.benchmark import BenchmarkRow
 from tests.support.browser import cells, drawn, enter, fill, never_known, said, start_benchmark
 from tests.support.messages import ask
+from tests.support.plot_rows import row
 
 # This script returns the fraction of a chart's width that is dark at the height of `value`: large if there is a line.
 LEVEL = """async (value) => {
@@ -56,6 +61,77 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     expect(page.locator("#benchmark-title")).to_be_in_viewport()
     page.mouse.wheel(0, -100_000)
     expect(page.locator("#playground-title")).to_be_in_viewport()
+
+
+def show_rows(page, rows):
+    """Show a benchmark that has ended with these rows: the page follows the events of its address."""
+    whole = [BenchmarkRow.model_validate(row).model_dump(mode="json") for row in rows]
+    at = {"at": "2026-01-01T00:00:00Z"}
+    events = [{"kind": "row", "done": n, "total": len(rows), "row": row} for n, row in enumerate(whole, 1)]
+    events += [{"kind": "state", "state": "done", "error": None, **at}]
+    frames = [f"id: {n}\nevent: {event['kind']}\ndata: {json.dumps(event)}\n\n" for n, event in enumerate(events, 1)]
+    page.route("**/events", lambda route: route.fulfill(body="".join(frames), content_type="text/event-stream"))
+    page.evaluate(f"location.hash = '#benchmark=shown{len(rows)}'")
+    expect(said(page, "benchmark")).to_contain_text("Done")
+
+
+def test_a_figure_that_cannot_be_trusted_says_why_and_a_skipped_case_has_no_row(page):
+    over = row("naive", 128, roofline_percent=407.0, busy=True)
+    low = row("tiled", 128, roofline_percent=99.9, peak_bytes_low=True)
+    skipped = [{**row("sdpa_flash", n), "skipped": "no kernel here"} for n in (128, 256)]
+    show_rows(page, [over, low, *skipped])
+    expect(said(page, "benchmark")).to_have_text("Done · 2 rows")
+    first, second = cells(page, "benchmark")
+    assert (first[0], first[2].split()[1], first[6]) == ("naive", "(busy)", "(over)")
+    assert (second[0], second[6], second[7].split()[2]) == ("tiled", "99.9 %", "(low)")
+    over_, busy, low_, left_out = page.locator("#benchmark .marks li").all_inner_texts()
+    assert "its share of the roof means nothing: its data stayed in processor caches, or other programs ran" in over_
+    assert busy.startswith("(busy): other programs used the cores")
+    assert low_.startswith("(low): ")
+    assert left_out.startswith("Not timed: sdpa_flash: no kernel here (B")
+    assert "407" not in page.locator("#benchmark .result").inner_text()
+    show_rows(page, [row("naive", 128)])
+    expect(page.locator("#benchmark .marks")).to_be_hidden()
+
+
+def test_nothing_is_cut_off_at_1280_pixels(page):
+    """The widest rows fit the table, code is wrapped, and each field shows its longest choice."""
+    wide = {"batch": 16, "q_heads": 32, "kv_heads": 8, "q_len": 131_072, "kv_len": 131_072, "dtype": "bfloat16",
+            "causal": True, "busy": True, "ms": 12345.6, "ms_p20": 11234.5, "ms_p80": 13456.7, "gb_per_s": 0.0123,
+            "roofline_percent": 150.0, "peak_bytes_low": True, "peak_bytes": 1023 * 2**20}  # fmt: skip
+    show_rows(page, [row("sdpa_flash", 128, "backward", **wide) | {"backend": "naive_explicit"}])
+    settled = page.locator("#playground .outcome")
+    expect(settled).to_be_visible()
+    for part in page.locator(".scroll:visible, .code pre:visible").all():
+        assert part.evaluate("part => part.scrollWidth - part.clientWidth") <= 0, part.inner_html()[:200]
+    page.locator("#verify summary").click()
+    cut = page.locator("select:visible").evaluate_all("""all => all.flatMap((one) => {
+        const style = getComputedStyle(one);
+        const context = document.createElement("canvas").getContext("2d");
+        context.font = style.font;
+        const room = one.clientWidth - parseFloat(style.paddingLeft) - 2; // beside the arrow
+        return [...one.options].map(({ text }) => [one.name, text, context.measureText(text).width - room]);
+    }).filter(([, , over]) => over > 0)""")
+    assert cut == []
+
+
+def test_lengths_show_their_format_and_may_have_a_k(page):
+    form = page.locator("#benchmark form")
+    expect(form.locator("label", has=page.locator("[name=lengths]"))).to_contain_text("with commas: 512, 1024, 16k")
+    fill(form, lengths="1k, 512 16k")
+    body = json.loads(re.search(r"-d '(.*)'", page.locator("#benchmark-code code").inner_text())[1])
+    assert [shape["q_len"] for shape in body["shapes"]] == [1024, 512, 16_384]
+    fill(form, lengths="1k, many")
+    form.get_by_role("button", name="Start").click()
+    expect(form.get_by_role("alert")).to_contain_text("Lengths:")
+
+
+def test_a_length_that_is_too_large_is_refused_with_the_largest_that_fits(page):
+    form = page.locator("#benchmark form")
+    fill(form, lengths="512, 512k")
+    form.get_by_role("button", name="Start").click()
+    expect(form.get_by_role("alert")).to_contain_text("; lengths of up to ")
+    expect(page.locator("#device .facts").first).to_contain_text("Longest sequence")
 
 
 @pytest.mark.slow

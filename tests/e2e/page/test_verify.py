@@ -93,14 +93,23 @@ def test_a_bound_is_in_its_chart_and_never_left_of_zero(page):
             const { data } = plot.ctx.getImageData(left, top + 1, width, 1);
             const isRed = (at) => data[at] > 150 && data[at + 2] < 90 && data[at + 3] > 128;
             const red = [...Array(Math.floor(width)).keys()].filter((x) => isRed(4 * x));
-            return [red.length, left + red[0], plot.valToPos(0.3, "x", true), left + width];
+            const name = plot.ctx.getImageData(left, top + 4, width, 12).data; // the bound's name, beside the line
+            const isName = (at) => Math.abs((at % width) + left - (left + red[0])) > 4 && name[4 * at + 3] > 128
+                && name[4 * at] > 150 && name[4 * at + 2] < 90;
+            const written = [...Array(12 * Math.floor(width)).keys()].filter(isName).map((at) => at % width);
+            const labels = plot.axes.map(({ label }) => label);
+            return [red.length, left + red[0], plot.valToPos(0.3, "x", true), left + width, labels,
+                    written.length, Math.min(...written) > 0 && Math.max(...written) < width - 1];
         });
     }"""
     places = page.evaluate(script)
     assert len(places) == 3
-    for count, place, end_of_zero, end in places:
+    for count, place, end_of_zero, end, labels, written, whole in places:
         assert count > 0
         assert end_of_zero < place < end
+        assert labels == ["absolute error", "elements"]
+        assert written > 40
+        assert whole  # the name does not end outside the chart
     assert places[1][1] < places[0][1] < places[2][1]
 
 

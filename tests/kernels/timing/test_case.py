@@ -1,5 +1,6 @@
 """FLOPs and bytes of cases equal counts by hand; cases and presets are checked without torch."""
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -98,6 +99,9 @@ def test_presets_are_the_published_ones() -> None:
         assert case.q_heads * case.head_dim == 2048
     assert "triton" in {case.backend for case in preset("h100", "cuda")}
     assert "triton" not in {case.backend for case in preset("papers", "cpu")}
+    for name, device in itertools.product(PRESETS, ("cpu", "cuda")):  # what is always skipped
+        assert ("naive_explicit", "forward") not in {(case.backend, case.direction) for case in preset(name, device)}
+        assert ("naive_explicit", "backward") in {(case.backend, case.direction) for case in preset(name, device)}
     with pytest.raises(ProblemError, match="preset"):
         preset("a100")
 

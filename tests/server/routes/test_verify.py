@@ -158,4 +158,24 @@ def test_what_cannot_be_verified_names_the_field(server, tensors):
     assert wrong["errors"][0]["loc"] == ["o"]
     assert refused(message(qkv | {"p": tensors["q"]}), "invalid_request")["errors"][0]["loc"] == ["p"]
     big = {"shape": {"q_heads": 16, "q_len": 8192, "head_dim": 64}}
-    assert "over the limit of" in refused(big, "work_too_large", 413)["detail"]
+    detail = refused(big, "work_too_large", 413)["detail"]
+    assert re.fullmatch(
+        r"the verification needs [\d.]+ TFLOP, over the limit of 275 GFLOP; lengths of up to \d+ fit", detail
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 100_000}, {"q_len": 4, "kv_len": 1 << 30}])
+def test_a_verification_that_is_too_large_is_told_the_largest_length_that_fits(server, sizes):
+    """The length that the refusal names is not too large, and the next one is, also if only the keys are many."""
+
+    def ask_for(**sizes):
+        document = {"shape": {"q_heads": 8, "head_dim": 64, **sizes}, "causal": True}
+        return post(server, "/verify", json.dumps(document).encode(), JSON, x_timeout_ms=1)
+
+    detail = problem(ask_for(**sizes), 413, "work_too_large")["detail"]
+    length = int(re.search(r"; lengths of up to (\d+) fit$", detail)[1])
+    shorter, next_one = ({name: min(n, most) for name, n in sizes.items()} for most in (length, length + 1))
+    problem(ask_for(**shorter), 504, "deadline_exceeded")  # it would run, if it had the time
+    problem(ask_for(**next_one), 413, "work_too_large")
+    detail = problem(ask_for(**sizes, batch=1 << 17), 413, "work_too_large")["detail"]
+    assert detail.endswith("; no length fits: take fewer sequences or heads, or smaller head dimensions")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from flashpoint_contract.options import BackendRenamedError, ProblemError
 from flashpoint_contract.schemas.benchmark import BenchmarkRequest
 from flashpoint_kernels.timing import Case, grid, preset
-from flashpoint_kernels.timing.case import OWN
+from flashpoint_kernels.timing.case import OWN, useful
 
 
 def cases_of(request: BenchmarkRequest, device: str, *, own_kernel: bool = False) -> list[Case]:
@@ -33,10 +33,11 @@ def _named(request: BenchmarkRequest, device: str) -> list[Case]:
     if request.preset is None:
         # If the request names no backends, use those of the preset `papers`: the ones that are useful on this device.
         backends = request.backends or dict.fromkeys(case.backend for case in preset("papers", device))
-        return grid(
+        cases = grid(
             [shape.model_dump() for shape in request.shapes],
             dtypes=request.dtypes, causal=request.causal, directions=request.directions, backends=backends,
         )  # fmt: skip
+        return cases if request.backends else useful(cases)
     cases = preset(request.preset, device)
     if not request.backends:
         return cases

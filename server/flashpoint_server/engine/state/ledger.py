@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.refusal import Refusal
 
@@ -102,15 +103,23 @@ class Ledger:
         `net` may be larger than `new`, because memory that items share counts for an owner once for each item.
         """
         if largest > self.limit:
-            raise Refusal("work_too_large", f"a {kind} of {largest} bytes exceeds the server's limit of {self.limit}")
+            raise Refusal(
+                "work_too_large",
+                f"a {kind} of {in_bytes(largest)} exceeds the server's limit of {in_bytes(self.limit)}",
+            )
         if quota is not None and net > 0 and (owned := self.owned(owner)) + net > quota:
-            raise Refusal("key_limit", f"the API key holds {owned} bytes; {net} more exceed its limit of {quota}")
+            raise Refusal(
+                "key_limit",
+                f"the API key holds {in_bytes(owned)}; {in_bytes(net)} more exceed its limit of {in_bytes(quota)}",
+            )
         if self._used + new > self.limit:
             self.due = -math.inf  # free expired items now, not at the next check
             self.sweep()
         if self._used + new > self.limit:
             raise Refusal(
-                "cache_memory", f"{self._used} of {self.limit} bytes are in use, and this call needs {new} more"
+                "cache_memory",
+                f"{in_bytes(self._used)} of {in_bytes(self.limit)} are in use, "
+                f"and this call needs {in_bytes(new)} more",
             )
 
     def check_number(self, owner: str, most: int | None, new: int, gone: int = 0) -> None:

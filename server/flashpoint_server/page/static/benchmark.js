@@ -8,10 +8,17 @@ import { bytes, fill, number, problem as nameOf, select, tableRow } from "./text
 
 const ENDED = { done: "Done", failed: "Failed", cancelled: "Cancelled" };
 const MARK = "#benchmark=";
+// Marks of figures, with their meaning, and the rows that have them.
+const MARKS = [
+  ["(over): the time is below what the measured peaks allow, so its share of the roof means nothing: its data stayed in" +
+    " processor caches, or other programs ran while the peaks were measured.", (row) => row.roofline_percent > 100],
+  ["(busy): other programs used the cores: measure again when nothing else runs.", (row) => row.busy],
+  ["(low): the memory is below what the algorithm must hold: the process reused memory that it had.", (row) => row.peak_bytes_low],
+];
 
 const section = document.getElementById("benchmark");
 const [form, said, progress, outcome, result] = select(section, "form", ".said", "progress", ".outcome", ".result");
-const [choice, picture, figures, caption, body] = select(result, ".tabs", "[data-save]", ".charts", ".caption", "tbody");
+const [choice, picture, figures, caption, body, marks] = select(result, ".tabs", "[data-save]", ".charts", ".caption", "tbody", ".marks");
 const start = form.querySelector("button");
 const cancel = document.getElementById("cancel");
 const begin = aging(form, outcome);
@@ -125,7 +132,8 @@ const HAPPENED = {
   row({ done, total, row }) {
     [progress.max, progress.value] = [total, done];
     rows.push(row);
-    fill(body.closest("table"), [timed(row)]);
+    if (row.skipped === null) fill(body.closest("table"), [timed(row)]);
+    explain();
     result.hidden = false;
     show();
   },
@@ -157,16 +165,24 @@ async function save() {
 }
 
 function timed(row) {
-  if (row.skipped !== null) {
-    const line = tableRow(row.backend, [nameOf(row), [`skipped: ${row.skipped}`, "why"]]);
-    line.lastChild.colSpan = 7;
-    return line;
-  }
-  const part = row.roofline_percent; // over 100: the time is too short, or other programs ran while the peak was measured
-  const reached = part === null ? "–" : `${number(part)} %${part > 100 ? " (over)" : ""}`;
+  const part = row.roofline_percent;
+  const reached = part === null ? "–" : part > 100 ? "(over)" : `${number(part)} %`;
   const figures = [
     `${number(row.ms)}${row.busy ? " (busy)" : ""}`, `${number(row.ms_p20)}–${number(row.ms_p80)}`, number(row.tflops), number(row.gb_per_s),
     reached, `${bytes(row.peak_bytes)}${row.peak_bytes_low ? " (low)" : ""}`, number(row.speedup_over_naive),
   ];
-  return tableRow(row.backend, [nameOf(row), ...figures.map((figure) => [figure, figure.endsWith(")") ? "n odd" : "n"])]);
+  return tableRow(row.backend, [[nameOf(row), "case"], ...figures.map((figure) => [figure, figure.endsWith(")") ? "n odd" : "n"])]);
+}
+
+// List what the marks of the rows mean, and which cases were not timed.
+function explain() {
+  const notes = MARKS.filter(([, on]) => rows.some(on)).map(([text]) => text);
+  const skipped = new Map();
+  for (const row of rows.filter(({ skipped: reason }) => reason !== null)) {
+    const why = `${row.backend}: ${row.skipped}`;
+    skipped.set(why, [...(skipped.get(why) ?? []), nameOf(row)]);
+  }
+  for (const [why, cases] of skipped) notes.push(`Not timed: ${why} (${cases.length > 3 ? `${cases.length} cases` : cases.join("; ")}).`);
+  marks.hidden = !notes.length;
+  marks.replaceChildren(...notes.map((textContent) => Object.assign(document.createElement("li"), { textContent })));
 }

@@ -5,7 +5,9 @@ import { number } from "./text.js";
 
 export const charts = new Map(); // element → {spec, plot}
 
-const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
+// The font of what is written on a canvas with `scale` pixels for each CSS pixel.
+export const fontOf = (scale) => `${11 * scale}px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif`;
+const FONT = fontOf(1);
 const LOG = { log2: 2, log10: 10 };
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

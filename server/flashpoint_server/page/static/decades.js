@@ -1,7 +1,7 @@
 // The errors of each tensor by decade: the number of elements in each, and the bound.
 
-import { draw, erase } from "./chart.js";
-import { number } from "./text.js";
+import { draw, erase, fontOf } from "./chart.js";
+import { number, si } from "./text.js";
 
 const INFINITE = 309; // the decade of an infinite error; an error of 0 has null
 
@@ -33,25 +33,25 @@ function chart({ name, histogram, bound }, axis) {
   // A bar is from one power to the next. A bound of 0 is at the end of the exact elements.
   const at = bound === 0 ? axis.indexOf(null) + 0.5 : axis.indexOf(Math.floor(decade)) - 0.5 + decade - Math.floor(decade);
   return {
-    title: `Errors of ${name}`, heading: false, height: 150, data: axis.map((_, i) => i),
-    x: { label: "error", kind: "names", names },
-    y: { label: "elements", kind: "log10", format: short, range: (_, low, high) => [0.6, high * 1.5] },
+    title: `Errors of ${name}`, heading: false, height: 170, data: axis.map((_, i) => i),
+    x: { label: "absolute error", kind: "names", names },
+    y: { label: "elements", kind: "log10", format: (count) => si(count).replace(" ", ""), range: (_, low, high) => [0.6, high * 30] }, // room for the bound's name
     notes: names.map((decade_) => ` from ${decade_}`),
     series: [{ name: "elements", colour: "accent", marks: "bars", values: axis.map((exponent) => counts.get(exponent) ?? null) }],
     marked(plot, context, colour) {
       if (!Number.isFinite(at)) return;
       const x = plot.valToPos(at, "x", true);
       context.save();
-      Object.assign(context, { strokeStyle: colour("bad"), lineWidth: 2 * devicePixelRatio });
+      Object.assign(context, { strokeStyle: colour("bad"), lineWidth: 2 * devicePixelRatio, font: fontOf(devicePixelRatio) });
       context.beginPath();
       context.moveTo(x, plot.bbox.top);
       context.lineTo(x, plot.bbox.top + plot.bbox.height);
       context.stroke();
+      const [text, gap] = [`bound ${number(bound)}`, 5 * devicePixelRatio];
+      const fits = x - gap - context.measureText(text).width > plot.bbox.left;
+      Object.assign(context, { fillStyle: colour("bad"), textAlign: fits ? "right" : "left", textBaseline: "top" });
+      context.fillText(text, x + (fits ? -gap : gap), plot.bbox.top + 4 * devicePixelRatio);
       context.restore();
     },
   };
-}
-
-function short(count) {
-  return count < 1000 ? number(count) : `${number(count / 1000)}k`;
 }

@@ -3,7 +3,7 @@
 import { call } from "./api.js";
 import { code, curl, python } from "./code.js";
 import { say } from "./form.js";
-import { capabilities, limits } from "./options.js";
+import { capabilities, limits, longest } from "./options.js";
 import * as rights from "./rights.js";
 import { bytes } from "./text.js";
 
@@ -60,11 +60,12 @@ async function describe() {
   }
 }
 
-function facts({ device, backends, versions }) {
+function facts({ device, backends, versions, limits: bounds }) {
   list(panel.querySelector("dl"), {
     Device: device ? device.title : "known when the server is ready",
     Name: device?.name,
     Memory: device && bytes(device.memory),
+    "Longest sequence": device && longest(device.memory, bounds.body_bytes),
     Backends: backends.join(", "),
     Versions: ["torch", "triton", "python"].map((name) => `${name} ${versions[name]}`).join(", "),
   });

@@ -26,8 +26,13 @@ function valueOf(field) {
   if (field.type === "checkbox") return field.dataset.list ? (field.checked ? [text] : []) : field.checked;
   if (text === "") return undefined;
   if (field.dataset.json !== undefined) return JSON.parse(text);
-  if (field.dataset.list) return text.split(/[\s,]+/).map((word) => (field.dataset.list === "numbers" ? Number(word) : word));
+  if (field.dataset.list) return text.split(/[\s,]+/).map(field.dataset.list === "numbers" ? wholeOf : String);
   return field.type === "number" ? Number(text) : text;
+}
+
+// Return the number of a text such as "512" or "16k", with k for 1024.
+function wholeOf(text) {
+  return text.endsWith("k") ? 1024 * Number(text.slice(0, -1)) : Number(text);
 }
 
 // Return whether the browser finds no error. Show all errors, and focus the first field with one.

@@ -75,3 +75,11 @@ function sized(name, value) {
   if (name.endsWith("_ms")) return value ? duration(value / 1000) : "none";
   return number(value);
 }
+
+// Return how many tokens a call may have: its q, k and v fit a body, and with o the memory.
+export function longest(memory, body) {
+  const [heads, dim] = [8, 64];
+  const tokens = (itemsize) => Math.min(body / 3, memory / 4) / (heads * dim * itemsize);
+  const [full, half] = [4, 2].map((itemsize) => `${number(Math.floor(tokens(itemsize) / 1024))}k`);
+  return `${full} tokens in float32, ${half} in 16 bits (${heads} heads of ${dim}; k is 1024)`;
+}

@@ -19,6 +19,7 @@ from flashpoint_contract.saved import (
 )
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.spec import Spec, plan
+from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
@@ -85,11 +86,18 @@ def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
     """
     engines, limit = request.service.engine, request.service.settings.cache_bytes
     if size > limit:
-        raise Refusal("work_too_large", f"a saved forward of {size} bytes exceeds the server's limit of {limit}")
+        raise Refusal(
+            "work_too_large", f"a saved forward of {in_bytes(size)} exceeds the server's limit of {in_bytes(limit)}"
+        )
     if quota is not None and size > quota:
-        raise Refusal("key_limit", f"a saved forward of {size} bytes exceeds the API key's limit of {quota}")
+        raise Refusal(
+            "key_limit", f"a saved forward of {in_bytes(size)} exceeds the API key's limit of {in_bytes(quota)}"
+        )
     if (used := engines.least_loaded(lambda engine: engine.holding.total).holding.total) + size > limit:
-        raise Refusal("cache_memory", f"{used} of {limit} bytes are in use, and this call needs {size} more")
+        raise Refusal(
+            "cache_memory",
+            f"{in_bytes(used)} of {in_bytes(limit)} are in use, and this call needs {in_bytes(size)} more",
+        )
 
 
 async def compute_recalled(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:

@@ -75,7 +75,7 @@ _DETAILS = {
     "backward": {"invalid_request": "dout: unknown option or tensor; did you mean do?"},
     "verify": {
         "invalid_request": "shape.head_dim: is missing",
-        "work_too_large": "the verification needs 2.36e+14 FLOPs, over the limit of 2.75e+11",
+        "work_too_large": "the verification needs 236 TFLOP, over the limit of 275 GFLOP; lengths of up to 5585 fit",
     },
 }  # details of error examples that replace those of DETAILS in one operation
 MOST_DIMENSIONS = 4  # maximum number of dimensions of a tensor in JSON

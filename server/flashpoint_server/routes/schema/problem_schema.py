@@ -31,8 +31,9 @@ DETAILS = {
     "cache_stale": "its idempotency key is older than the cache's last write: this is a late copy of an earlier call",
     "cache_lost": "the engine that held the cache restarted",
     "saved_lost": "the engine that held the saved forward restarted",
-    "body_too_large": "the body of 2147483648 bytes exceeds the limit of 1073741824",
-    "work_too_large": "the request needs at least 214748364800 bytes, and the device has 150120000000",
+    "body_too_large": "the body of 2147483648 bytes (2 GiB) exceeds the limit of 1073741824 bytes (1 GiB)",
+    "work_too_large": "the request needs at least 214748364800 bytes (200 GiB), "
+    "and the device has 150120000000 bytes (140 GiB)",
     "unsupported_media_type": f"{_NOT_TEXT}application/vnd.safetensors or application/json",
     "host_not_allowed": "the server does not accept the host 'example.org': use a loopback name, for example "
     "localhost, or start the server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",

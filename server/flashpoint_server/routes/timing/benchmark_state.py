@@ -6,8 +6,9 @@ import asyncio
 import datetime
 import math
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from flashpoint_contract.schemas.benchmark import (
@@ -18,7 +19,8 @@ from flashpoint_contract.schemas.benchmark import (
     BenchmarkRequest,
     StateEvent,
 )
-from flashpoint_kernels.timing.case import standard_flops
+from flashpoint_contract.wording.sizes import in_bytes, longest
+from flashpoint_kernels.timing.case import Case, standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.benchmarks.cases import cases_of
 from flashpoint_server.formats.message import refuse_invalid
@@ -198,14 +200,28 @@ class Benchmarks(Listener):
         if seconds > settings.benchmark_seconds:
             bound = f"limit of {settings.benchmark_seconds:g} for one benchmark"
             raise invalid([("max_seconds", f"{len(cases)} cases need {seconds:g} seconds, over the {bound}")])
+        if reason := self._too_large(cases, device):
+
+            def fits(length: int) -> bool:
+                shorter = [
+                    replace(case, q_len=min(case.q_len, length), kv_len=min(case.kv_len, length)) for case in cases
+                ]
+                return self._too_large(shorter, device) is None
+
+            lengths = longest(fits, max(max(case.q_len, case.kv_len) for case in cases))
+            raise invalid([(what, f"{reason}; {lengths}")])
+
+    def _too_large(self, cases: Sequence[Case], device: DeviceInfo) -> str | None:
+        """Return why the largest of the cases exceeds a limit; None if none does."""
         largest = max(4 * case.batch * (
             case.q_heads * case.q_len * (case.head_dim + case.value_dim)
             + case.kv_heads * case.kv_len * (case.head_dim + case.value_dim)
         ) for case in cases)  # fmt: skip
-        if largest > device.memory // MEMORY_SHARE:
-            bound = f"over the limit of {device.memory // MEMORY_SHARE} for benchmarks"
-            raise invalid([(what, f"the tensors of a case have {largest} bytes, {bound}")])
-        longest = max(standard_flops(case) for case in cases) / device.speed
-        if longest > settings.benchmark_call_seconds:
-            bound = f"over the limit of {settings.benchmark_call_seconds:g}, because other requests wait for it"
-            raise invalid([(what, f"one call would use the device for about {longest:.1f} seconds, {bound}")])
+        if largest > (memory := device.memory // MEMORY_SHARE):
+            bound = f"over the limit of {in_bytes(memory)} for benchmarks"
+            return f"the tensors of a case have {in_bytes(largest)}, {bound}"
+        seconds = max(standard_flops(case) for case in cases) / device.speed
+        if seconds > (most := self._settings.benchmark_call_seconds):
+            bound = f"over the limit of {most:g}, because other requests wait for it"
+            return f"one call would use the device for about {seconds:.1f} seconds, {bound}"
+        return None

@@ -22,3 +22,7 @@ def test_a_grid_is_every_combination():
     assert len(cases_of(request, "cpu")) == 16
     unnamed = cases_of(request.model_copy(update={"backends": ()}), "cpu")
     assert {"naive", "tiled", "cpu"} <= {case.backend for case in unnamed}
+    explicit = [case.direction for case in unnamed if case.backend == "naive_explicit"]
+    assert set(explicit) == {"both"}  # its forward is that of naive: a case of it would be skipped
+    named = cases_of(request.model_copy(update={"backends": ("naive_explicit",)}), "cpu")
+    assert {case.direction for case in named} == {"forward", "both"}

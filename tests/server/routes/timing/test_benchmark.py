@@ -1,6 +1,7 @@
 """API keys with the right `benchmark` start, watch, plot and cancel benchmarks, within limits. Results are kept."""
 
 import json
+import re
 
 import pytest
 
@@ -97,7 +98,10 @@ def test_a_job_that_asks_too_much_is_told_the_bound(server):
     assert "over the limit of 1800" in refused(shapes=GRID["shapes"] * 10, max_seconds=600.0)
     assert "is not one of" in refused(backends=["mine"])
     assert "twice" in refused(backends=["cpu"] * 1000)
-    assert "for benchmarks" in refused(shapes=[{"q_len": 1 << 27, "kv_len": 1, "head_dim": 64}])
+    too_long = refused(shapes=[{"q_len": 1 << 27, "kv_len": 1, "head_dim": 64}])
+    assert re.search(r"\d bytes \(64 GiB\), over the limit of \d+ bytes \([\d.]+ GiB\) for benchmarks", too_long)
+    for detail in (too_long, refused(shapes=[{"q_heads": 64, "q_len": 16384, "head_dim": 64}])):
+        assert re.search(r"; lengths of up to [1-9]\d* fit$", detail)
     document = problem(grid(server, shapes=[]), 422, "invalid_request")
     assert document["errors"] == [{"loc": ["request"], "msg": "name a preset, or shapes to time"}]
     hint = "unknown option or tensor; did you mean shapes?"
