@@ -247,3 +247,36 @@ def test_http_to_a_server_of_https_says_so(raw, connect, tls_server):
     server = raw(echo, tls=tls_server)
     with pytest.raises(flashpoint.ConnectionFailedError, match=r"uses TLS.* begin its address with https://"):
         connect(server.url.replace("https", "http"), retries=0).info()
+
+
+def test_replicas_that_name_each_other_are_asked_once_each(scripted, connect, delays):
+    """A call moves to the replica that holds its caches at most once: the second answer is the caller's."""
+    for replica in ("b", "a", "b", "a"):
+        scripted.script.append(lambda h, named=replica: h.problem(421, "cache_elsewhere", X_Flashpoint_Replica=named))
+    with pytest.raises(flashpoint.CacheError) as info:
+        connect(scripted.url, retries=0).attention(Q, caches=["c1"])
+    assert info.value.code == "cache_elsewhere"
+    assert [headers["X-Flashpoint-Replica"] for _, _, headers, _ in scripted.requests] == [None, "b"]
+
+
+def test_an_error_after_an_answer_that_broke_is_read_as_an_error(scripted, connect, delays):
+    def breaks(handler):
+        handler.answer(body=message({"o": Q})[:-8], length=len(message({"o": Q})))
+        handler.close_connection = True
+
+    scripted.script.extend([breaks, lambda h: h.problem(422, "invalid_request")])
+    with pytest.raises(flashpoint.InvalidInputError):
+        connect(scripted.url).attention(Q, Q, Q)
+    assert len(scripted.requests) == 2
+
+
+def test_a_forward_that_cannot_be_saved_is_sent_again_with_all_that_was_asked(scripted, connect, delays):
+    scripted.script.append(lambda h: h.problem(429, "cache_memory"))
+    connect(scripted.url).attention(Q, Q, Q, save=True, priority=7, request_id="mine", timeout=50, scale=0.25)
+    (_, _, first, saving), (_, _, second, plain) = scripted.requests
+    assert [first[name] for name in ("X-Priority", "X-Request-Id")] == ["7", "mine"]
+    assert [second[name] for name in ("X-Priority", "X-Request-Id")] == ["7", "mine"]
+    assert int(second["X-Timeout-Ms"]) <= 50_000
+    assert b'"scale":"0.25"' in saving
+    assert b'"scale":"0.25"' in plain
+    assert b'"save"' not in plain

@@ -51,3 +51,17 @@ def test_a_sum_beyond_float16_is_infinite_as_a_servers():
     answer = whole.answer("dq", actual["dq"])
     assert answer.dtype == np.float16
     assert np.isposinf(answer).all()
+
+
+def test_float16_answers_are_rounded_once_after_their_sum():
+    random = np.random.default_rng(0)
+    given = {name: np.zeros((1, 1, 64, 8), np.float16) for name in "qkv"}
+    whole = problem(given, AttentionOptions(return_lse=True), "forward")
+    answers = [[random.standard_normal((1, 1, 64, 8)).astype(np.float16),
+                random.standard_normal((1, 1, 64)).astype(np.float32)] for _ in range(8)]  # fmt: skip
+    actual = merged(answers, merge.forward(whole, plan(whole, 8, (1, 8))))
+    lse = np.stack([lse.astype(np.float64) for _, lse in answers])
+    weights = np.exp(lse - np.logaddexp.reduce(lse))[..., None]
+    exact = (weights * np.stack([o.astype(np.float64) for o, _ in answers])).sum(0)
+    spacing = np.spacing(np.abs(exact).astype(np.float16)).astype(np.float64)
+    assert (np.abs(actual["o"].astype(np.float64) - exact) <= 0.51 * spacing + 1e-6).all()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import pickle
 import threading
 
 import pytest
@@ -97,3 +98,11 @@ def test_a_deadline_holds_for_all_rounds(run, servers):
     assert servers[0].requests == []
     with pytest.raises(flashpoint.InvalidInputError, match="timeout"):
         Deadline(-1)
+
+
+@pytest.mark.parametrize(("kind", "of"), [(Threads, flashpoint.Client), (Tasks, flashpoint.AsyncClient)])
+def test_what_runs_rounds_can_be_pickled_with_its_clients(kind, of):
+    urls = ["http://one.example", "http://two.example"]
+    copied = pickle.loads(pickle.dumps(kind([of(url) for url in urls])))
+    assert type(copied) is kind
+    assert [(type(client), client.url) for client in copied.clients] == [(of, url) for url in urls]

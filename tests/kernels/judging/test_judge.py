@@ -135,3 +135,20 @@ def test_a_data_type_or_a_requirement_may_be_one_word_or_several() -> None:
         flashpoint_kernels.judge(formula_in_float32, dtype="half")
     with pytest.raises(judging.UnusableError, match="dtype must be one of"):
         flashpoint_kernels.judge(formula_in_float32, dtypes=("half",))  # the name of `dtype` before 0.3
+
+
+def without_some_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o = RIGHT["formula_in_float32"](q, k, v)
+    return o.detach() if q.detach().abs().max() > 20 else o  # type: ignore[no-any-return]
+
+
+def test_a_gradient_that_is_missing_with_some_values_is_wrong() -> None:
+    report = judged(without_some_gradients)
+    assert report.verdict == "wrong"
+    assert "o has no gradient, though it has one with other values" in str(report)
+
+
+def test_a_required_property_that_was_not_tested_fails() -> None:
+    report = judged(formula_in_float32, require=("deterministic",))  # one case: no call is repeated
+    assert [p.standing for p in report.properties if p.name == "deterministic"] == ["not tested"]
+    assert not report.ok

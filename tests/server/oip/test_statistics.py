@@ -4,6 +4,9 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
+from prometheus_client import CollectorRegistry
+
+from flashpoint_server.oip.statistics import Statistics, model_stats
 from tests.support.oip.message import call, infer
 from tests.support.oip.problem import GRAD, problem
 from tests.support.servers import wait_for
@@ -46,3 +49,13 @@ def test_statistics_count_what_is_served(url):
     assert sum(batch["compute_infer"]["count"] for batch in after["batch_stats"]) == after["execution_count"]
     everything = call(url, "GET", "/v2/models/stats").head["model_stats"]
     assert {model["name"] for model in everything} >= set(MODELS)
+
+
+def test_a_launch_counts_though_some_of_its_requests_were_not_of_the_protocol():
+    registry = CollectorRegistry()
+    statistics, stages = Statistics(registry), dict.fromkeys(("queue", "copy_in", "compute", "copy_out"), 0.5)
+    for requests, launches in ((1, 1), (2, 1), (3, 1), (4, 2)):
+        statistics.computed("attention", 3, stages)
+        statistics.ended("attention", True, 1.0)
+        found = model_stats("attention", "1", registry.collect())
+        assert (found["inference_count"], found["execution_count"]) == (requests, launches)

@@ -9,11 +9,11 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import torch
 
-from tests.support.constant_answers import wide
-from tests.support.messages import JSON, SAFETENSORS, message, normal, post, problem, small
+from tests.support.constant_answers import given_up, wide
+from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem, small
 from tests.support.servers import wait_for
 from tests.support.short_sequences import short_sequences
-from tests.support.sockets import send
+from tests.support.sockets import nothing_inside, send
 
 GOOD = small()
 
@@ -79,3 +79,63 @@ def test_the_memory_of_bodies_and_answers_counts_while_a_request_runs(gated, med
         counted = gated.server.get("/info")[1]["load"]["bytes"]
     held = len(body) if media == JSON else 4 * tensors["q"].nbytes
     assert counted >= held + (len(answer.result().body) if answered == JSON else 0)
+
+
+def infer_body(tensors):
+    inputs = [
+        {"name": n, "shape": list(t.shape), "datatype": "FP32", "data": t.flatten().tolist()}
+        for n, t in tensors.items()
+    ]
+    return json.dumps({"inputs": inputs, "parameters": {"backend": "triton"}}).encode()
+
+
+def test_a_deadline_in_the_header_holds_on_each_route(gated):
+    tensors = {name: normal(1, 1, 4, 8, seed=seed) for seed, name in enumerate("qkv")}
+    with_do = {**tensors, "do": tensors["q"]}
+    calls = [
+        ("/attention", message(tensors, backend="triton"), SAFETENSORS),
+        ("/attention", json.dumps({n: t.tolist() for n, t in tensors.items()} | {"backend": "triton"}).encode(), JSON),
+        ("/attention/grad", message(with_do, backend="triton"), SAFETENSORS),
+        ("/verify", message(tensors, backend="triton"), SAFETENSORS),
+        ("/v2/models/attention/infer", infer_body(tensors), JSON),
+        ("/v2/models/attention_grad/infer", infer_body(with_do), JSON),
+    ]
+    with concurrent.futures.ThreadPoolExecutor() as pool, gated.busy(pool, message(tensors, backend="triton")):
+        late = {
+            (path, media): pool.submit(
+                post, gated.server, path, body, media, x_request_id=f"gate-{n}", x_timeout_ms=300
+            )
+            for n, (path, body, media) in enumerate(calls)
+        }
+        concurrent.futures.wait(late.values(), timeout=60)
+        assert {path: answer.result().status for path, answer in late.items() if answer.done()} == dict.fromkeys(
+            late, 504
+        )
+
+
+@pytest.mark.parametrize("how", ["oom", "bug", "unread", "leaves"])
+def test_a_forward_whose_answer_does_not_arrive_leaves_nothing_saved(gated, how):
+    server = gated.server
+
+    def held():
+        return {name: ask(server, "/info").json["caches"][name] for name in ("bytes", "saved")}
+
+    nothing_inside(server)
+    before, tensors = held(), {name: normal(1, 1, 4, 8, seed=seed) for seed, name in enumerate("qkv")}
+    body = message(tensors, save=True, backend="triton")
+    if how == "unread":
+        q, k = torch.zeros(1, 4, 1 << 12, 1), torch.zeros(1, 4, 1, 1)
+        large = message({"q": q, "k": k, "v": torch.ones(1, 4, 1, 256)}, save=True)
+        with send(server, large, request_id="unread-saving", receive_buffer=1 << 16):
+            given_up(server, "unread-saving")
+    elif how == "leaves":
+        with (
+            concurrent.futures.ThreadPoolExecutor() as pool,
+            gated.busy(pool, message(tensors, backend="triton")),
+            gated.client(body),
+        ):
+            pass
+    else:
+        assert post(server, "/attention", body, x_request_id=f"{how}-saving").status >= 500
+    nothing_inside(server)
+    wait_for(lambda: held() == before, lambda: f"{held()} is left, and before it was {before}", seconds=20)

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 
+import psutil
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
@@ -179,3 +180,12 @@ def test_a_verification_that_is_too_large_is_told_the_largest_length_that_fits(s
     problem(ask_for(**next_one), 413, "work_too_large")
     detail = problem(ask_for(**sizes, batch=1 << 17), 413, "work_too_large")["detail"]
     assert detail.endswith("; no length fits: take fewer sequences or heads, or smaller head dimensions")
+
+
+def test_a_verification_needs_eight_times_the_memory_of_its_tensors(server):
+    """k and v are a quarter of the memory."""
+    heads = -(-psutil.virtual_memory().total // (4 * 2 * 4 * 256 << 16))
+    wide = {"q_heads": heads, "q_len": 1, "kv_len": 1 << 16, "head_dim": 256}
+    text = json.dumps({"shape": wide, "direction": "forward"}).encode()
+    answer = post(server, "/verify", text, JSON, x_timeout_ms=1)  # so that nothing runs if it is admitted
+    assert ", and the device has " in problem(answer, 413, "work_too_large")["detail"]

@@ -18,13 +18,6 @@ from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 from tests.support.sockets import send
 
-pytestmark = pytest.mark.slow  # starts a separate server
-
-
-@pytest.fixture(scope="module")
-def slow(start_server, tmp_path_factory):
-    return GatedServer(start_server, tmp_path_factory.mktemp("gates"))
-
 
 @pytest.fixture
 def pool():
@@ -33,11 +26,11 @@ def pool():
 
 
 @pytest.fixture
-def one(slow):
+def one(gated):
     """Yield the id of a new cache, and delete the cache after the test if it still exists."""
-    one = created(slow.server)
+    one = created(gated.server)
     yield one
-    ask(slow.server, f"/caches/{one}", "DELETE")
+    ask(gated.server, f"/caches/{one}", "DELETE")
 
 
 def created(server, headers=(), **options):
@@ -66,99 +59,99 @@ def lengths(answer):
 
 
 @pytest.mark.parametrize("how", ["attention", "append"])
-def test_a_call_that_waits_beyond_its_deadline_writes_nothing(slow, pool, one, how):
+def test_a_call_that_waits_beyond_its_deadline_writes_nothing(gated, pool, one, how):
     path, body = ("/attention", writing(one, 3)) if how == "attention" else (f"/caches/{one}/append", written(3))
-    with slow.busy(pool, writing(one, 2)) as running:
-        late = slow.post(pool, "late", body, path, x_timeout_ms=300)
+    with gated.busy(pool, writing(one, 2)) as running:
+        late = gated.post(pool, "late", body, path, x_timeout_ms=300)
         problem(late.result(), 504, "deadline_exceeded")
-        behind = slow.post(pool, "behind", writing(one))
+        behind = gated.post(pool, "behind", writing(one))
     assert lengths(running.result()) == [2]
     assert lengths(behind.result()) == [3]
 
 
-def test_a_call_that_runs_beyond_its_deadline_has_written_all(slow, pool, one):
-    slow.gate("gate").unlink(missing_ok=True)
+def test_a_call_that_runs_beyond_its_deadline_has_written_all(gated, pool, one):
+    gated.gate("gate").unlink(missing_ok=True)
     with contextlib.ExitStack() as inside:
-        inside.callback(slow.gate("gate").touch)
+        inside.callback(gated.gate("gate").touch)
         for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds; retry until the call has started in time
-            running = slow.post(pool, "gate", writing(one, 2), x_timeout_ms=patience)
-            wait_for(lambda call=running: slow.begun(call.name) or call.done(), lambda: "it neither runs nor ends")
+            running = gated.post(pool, "gate", writing(one, 2), x_timeout_ms=patience)
+            wait_for(lambda call=running: gated.begun(call.name) or call.done(), lambda: "it neither runs nor ends")
             problem(running.result(), 504, "deadline_exceeded")
-            if slow.begun(running.name):
+            if gated.begun(running.name):
                 break
-        behind = slow.post(pool, "behind", writing(one))
+        behind = gated.post(pool, "behind", writing(one))
         assert not behind.done()
     assert lengths(behind.result()) == [3]
 
 
-def test_a_client_that_goes_in_the_middle_of_an_append_writes_nothing(slow, one):
+def test_a_client_that_goes_in_the_middle_of_an_append_writes_nothing(gated, one):
     name, body = f"goes-{os.urandom(4).hex()}", written(4)
-    with send(slow.server, body[:-40], path=f"/caches/{one}/append", length=len(body), request_id=name):
-        wait_for(lambda: slow.inside() == 1, lambda: "it has not arrived")
-    line = slow.server.wait_for_request(name)
+    with send(gated.server, body[:-40], path=f"/caches/{one}/append", length=len(body), request_id=name):
+        wait_for(lambda: gated.inside() == 1, lambda: "it has not arrived")
+    line = gated.server.wait_for_request(name)
     assert (line["status"], line["code"]) == (499, "client_gone")
-    assert post(slow.server, f"/caches/{one}/append", written(2)).json == {"length": 2}
+    assert post(gated.server, f"/caches/{one}/append", written(2)).json == {"length": 2}
 
 
-def test_a_client_that_goes_while_its_call_waits_writes_nothing(slow, pool, one):
-    with slow.busy(pool, writing(one, 2)) as running:
-        with slow.client(writing(one, 3)) as name:
+def test_a_client_that_goes_while_its_call_waits_writes_nothing(gated, pool, one):
+    with gated.busy(pool, writing(one, 2)) as running:
+        with gated.client(writing(one, 3)) as name:
             pass
-        slow.wait_dropped(name)
-        behind = slow.post(pool, "behind", written(1), f"/caches/{one}/append")
+        gated.wait_dropped(name)
+        behind = gated.post(pool, "behind", written(1), f"/caches/{one}/append")
     assert lengths(running.result()) == [2]
     assert behind.result().json == {"length": 3}
 
 
-def test_a_client_that_goes_while_its_call_runs_has_written_all(slow, pool, one):
-    slow.gate("gate").unlink(missing_ok=True)
+def test_a_client_that_goes_while_its_call_runs_has_written_all(gated, pool, one):
+    gated.gate("gate").unlink(missing_ok=True)
     name = f"gate-{os.urandom(4).hex()}"
     try:
-        with send(slow.server, writing(one, 2), request_id=name):
-            slow.wait_begun(name)
-        line = slow.server.wait_for_request(name)
+        with send(gated.server, writing(one, 2), request_id=name):
+            gated.wait_begun(name)
+        line = gated.server.wait_for_request(name)
         assert (line["status"], line["code"]) == (499, "client_gone")
-        behind = slow.post(pool, "behind", writing(one))
+        behind = gated.post(pool, "behind", writing(one))
     finally:
-        slow.gate("gate").touch()
+        gated.gate("gate").touch()
     assert lengths(behind.result()) == [3]
 
 
-def test_calls_on_one_cache_keep_their_order_whatever_their_priority(slow, pool, one):
-    other = created(slow.server)
-    with slow.busy(pool, writing(one, 2)) as running:
-        low = slow.post(pool, "low", writing(one, 1), x_priority=0)
-        high = slow.post(pool, "high", writing(one, 4), x_priority=9)
-        cut = slow.post(pool, "cut", json.dumps({"length": 5}).encode(), f"/caches/{one}/truncate", media=JSON)
-        elsewhere = slow.post(pool, "other", written(1), f"/caches/{other}/append")
+def test_calls_on_one_cache_keep_their_order_whatever_their_priority(gated, pool, one):
+    other = created(gated.server)
+    with gated.busy(pool, writing(one, 2)) as running:
+        low = gated.post(pool, "low", writing(one, 1), x_priority=0)
+        high = gated.post(pool, "high", writing(one, 4), x_priority=9)
+        cut = gated.post(pool, "cut", json.dumps({"length": 5}).encode(), f"/caches/{one}/truncate", media=JSON)
+        elsewhere = gated.post(pool, "other", written(1), f"/caches/{other}/append")
         assert elsewhere.result().json == {"length": 1}  # a call on another cache does not wait
         assert not any(call.done() for call in (low, high, cut))
     assert [lengths(call.result()) for call in (running, low, high)] == [[2], [3], [7]]
     assert cut.result().json["lengths"] == [5]
-    ask(slow.server, f"/caches/{other}", "DELETE")
+    ask(gated.server, f"/caches/{other}", "DELETE")
 
 
-def test_a_cache_does_not_expire_while_a_call_uses_it_or_waits_for_it(slow, pool):
-    used, idle = (created(slow.server, ttl_s=0.2) for _ in range(2))
+def test_a_cache_does_not_expire_while_a_call_uses_it_or_waits_for_it(gated, pool):
+    used, idle = (created(gated.server, ttl_s=0.2) for _ in range(2))
 
     def lost(which):
-        return ask(slow.server, f"/caches/{which}").status == 410
+        return ask(gated.server, f"/caches/{which}").status == 410
 
-    with slow.busy(pool, writing(used, 2)) as running:
-        behind = slow.post(pool, "behind", writing(used))
+    with gated.busy(pool, writing(used, 2)) as running:
+        behind = gated.post(pool, "behind", writing(used))
         wait_for(lambda: lost(idle), lambda: "the other cache does not expire")
     assert lengths(running.result()) == [2]
     assert lengths(behind.result()) == [3]
     wait_for(lambda: lost(used), lambda: "it does not expire when nobody uses it")
 
 
-def test_a_deletion_waits_for_the_calls_before_it_and_ends_those_behind(slow, pool):
-    one = created(slow.server)
-    with slow.busy(pool, writing(one, 2)) as running:
+def test_a_deletion_waits_for_the_calls_before_it_and_ends_those_behind(gated, pool):
+    one = created(gated.server)
+    with gated.busy(pool, writing(one, 2)) as running:
         name = f"delete-{os.urandom(4).hex()}"
-        deleted = pool.submit(ask, slow.server, f"/caches/{one}", "DELETE", x_request_id=name)
-        slow.wait_queued(name)
-        behind = slow.post(pool, "behind", writing(one))
+        deleted = pool.submit(ask, gated.server, f"/caches/{one}", "DELETE", x_request_id=name)
+        gated.wait_queued(name)
+        behind = gated.post(pool, "behind", writing(one))
         assert not deleted.done()
         assert not behind.done()
     assert lengths(running.result()) == [2]
@@ -166,18 +159,19 @@ def test_a_deletion_waits_for_the_calls_before_it_and_ends_those_behind(slow, po
     problem(behind.result(), 404, "cache_not_found")
 
 
-def test_a_fork_of_a_cache_has_what_the_calls_before_it_have_written(slow, pool, one):
-    with slow.busy(pool, writing(one, 2)):
+def test_a_fork_of_a_cache_has_what_the_calls_before_it_have_written(gated, pool, one):
+    with gated.busy(pool, writing(one, 2)):
         body = json.dumps({"caches": [one]}).encode()
-        forked = slow.post(pool, "fork", body, "/caches/fork", media=JSON)
-        behind = slow.post(pool, "behind", writing(one))
+        forked = gated.post(pool, "fork", body, "/caches/fork", media=JSON)
+        behind = gated.post(pool, "behind", writing(one))
         assert not forked.done()
     copy = forked.result().json["caches"][0]
     assert copy["lengths"] == [2]
     assert lengths(behind.result()) == [3]
-    ask(slow.server, f"/caches/{copy['id']}", "DELETE")
+    ask(gated.server, f"/caches/{copy['id']}", "DELETE")
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_answers_the_calls_on_its_caches(start_server, tmp_path, pool):
     stopping = GatedServer(start_server, tmp_path, shutdown_timeout=3600)
     server, one = stopping.server, created(stopping.server)
@@ -201,6 +195,7 @@ def write_keys(file, *names):
     new.replace(file)
 
 
+@pytest.mark.slow
 def test_the_caches_of_a_removed_key_are_freed_behind_the_calls_that_run(start_server, tmp_path, pool):
     file = tmp_path / "keys.toml"
     write_keys(file, *KEYS)
