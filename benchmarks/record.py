@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+LINE = 800  # most characters of a part of a result in one line; a row of compile.py has about 500
 
 
 def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
@@ -83,7 +84,7 @@ def write_compiled(path: Path, **fields: Any) -> None:
 
     made = {"device": "none: compiled ahead of time", "triton": version_of("triton")}
     made |= {"python": platform.python_version(), "commit": commit(), "date": now()}
-    path.write_text(json.dumps(made | fields, indent=1) + "\n")
+    path.write_text(text(made | fields))
     print(f"written: {path}", flush=True)
 
 
@@ -91,5 +92,23 @@ def write(folder: Path, what: str, result: Mapping[str, Any]) -> None:
     """Write `result` to WHAT-MACHINE.json, and print the path. MACHINE comes from the result's environment."""
     path = folder / f"{what}-{machine_name(result['environment'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(text(result))
     print(f"written: {path}")
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """Return a result as JSON in which each part of up to `LINE` characters, such as a row, is one line."""
+    return _lines(result, 0) + "\n"
+
+
+def _lines(value: Any, depth: int) -> str:
+    line = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, Mapping | list | tuple) or not value or (depth and len(line) <= LINE):
+        return line
+    pad = " " * (depth + 1)
+    if isinstance(value, Mapping):
+        parts = [f"{json.dumps(name, ensure_ascii=False)}: {_lines(each, depth + 1)}" for name, each in value.items()]
+        start, end = "{}"
+    else:
+        parts, (start, end) = [_lines(each, depth + 1) for each in value], "[]"
+    return f"{start}\n{pad}" + f",\n{pad}".join(parts) + f"\n{' ' * depth}{end}"

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, machine_name
+from benchmarks.record import ROOT, machine_name, text
 
 
 def summary(files: list[Path]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def main() -> int:
     result = summary([Path(name) for name in sys.argv[1:]])
     device = machine_name(result["runs"][0]["environment"])
     path = ROOT / "benchmarks" / "results" / f"faults-{device}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(text(result))
     print(f"{path}: {result['injected']} faults in {result['rounds']} rounds, {len(result['violations'])} violations")
     return 1 if result["violations"] else 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import html
-import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -49,7 +48,7 @@ def finish(
 ) -> int:  # fmt: skip
     """Write WHAT.json and WHAT.svg, print the verdicts, and return the exit code."""
     result["verdicts"] = [asdict(verdict) for verdict in verdicts]
-    (args.out / f"{what}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{what}.json").write_text(record.text(result))
     (args.out / f"{what}.svg").write_bytes(style.saved(lambda: draw(result), "svg"))
     return conclude(args, what, result["environment"], verdicts, result=f"{what}.json", picture=f"{what}.svg")
 
@@ -88,7 +87,7 @@ def write(report: Report, env: dict[str, Any], folder: Path) -> None:
         "verdicts": [asdict(verdict) for verdict in report.verdicts],
         "steps": [step.row() for step in report.steps],
     }
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "result.json").write_text(record.text(result))
     with (folder / "steps.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, list(result["steps"][0]))
         writer.writeheader()

@@ -8,7 +8,6 @@ latency, are the same in the last third as in the first. Exits with 0 if they ho
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ import report
 from load import Load
 from scenarios import REFUSED, SOAK_LOAD, Verdict, ended
 
-from benchmarks import figures
+from benchmarks import figures, record
 from server import Server
 
 CALLERS = 8  # callers of the closed loop that finds the capacity
@@ -60,7 +59,7 @@ def main() -> int:
             windows.append({"minutes": round((time.monotonic() - began) / 60, 2), **step.row(), **held(server)})
             windows[-1]["errors_by_kind"] = dict(Counter(step.errors))
             # Write the file after each window, so that it has the earlier windows if a later one raises.
-            (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+            (args.out / "soak.json").write_text(record.text(result))
         verdicts = [*judged(windows[WARM_WINDOWS:]), ended(server.stop())]
     return report.finish(args, "soak", result, verdicts, figures.soak)
 

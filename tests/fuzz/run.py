@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, environment
+from benchmarks.record import ROOT, environment, text
 from tests.fuzz.http_cases import all_cases
 from tests.fuzz.http_fuzz import attack
 from tests.fuzz.http_server import SETTINGS, Attacked
@@ -85,9 +85,7 @@ def fuzz_http(seconds: int) -> dict[str, Any]:
 def record(results: dict[str, dict[str, Any]]) -> None:
     about = environment("atheris")
     recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    RESULT.write_text(
-        json.dumps({**recorded, **{name: {**about, **one} for name, one in results.items()}}, indent=1) + "\n"
-    )
+    RESULT.write_text(text({**recorded, **{name: {**about, **one} for name, one in results.items()}}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

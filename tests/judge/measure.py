@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import text
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -153,7 +155,7 @@ def main() -> None:
             "command": " ".join(["python -m tests.judge.measure", *sys.argv[1:]]), "code": code, "cpu": cpu,
             "kernels": len(WRONG) + len(RIGHT), "note": given.note,
         }  # fmt: skip
-        given.json.write_text(json.dumps(about | {"summary": summary, "rows": rows}, indent=1) + "\n")
+        given.json.write_text(text(about | {"summary": summary, "rows": rows}))
 
 
 if __name__ == "__main__":
