@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, pairwise
@@ -16,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import native
 from flashpoint_kernels.native import calls, forward
-from flashpoint_kernels.native.forward import OF_SCORES, TYPES, Dropped
+from flashpoint_kernels.native.forward import OF_BLOCKS, OF_SCORES, TYPES, of_scores
+from flashpoint_kernels.native.rows import Place, numbers_of
 from flashpoint_kernels.problems.reproducible import spread
 
 QUERIES = 128  # the queries of a part are a multiple of this, except in the last part of a sequence
@@ -35,60 +37,11 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("type", "dim", "value_dim", "group")),
         *OF_SCORES,
-        *((name, ctypes.c_int64) for name in ("dmask_step", "dmask_adds", "block_queries", "block_keys", "count")),
+        *((name, ctypes.c_int64) for name in ("dmask_step", "dmask_adds")),
+        *OF_BLOCKS,
+        ("count", ctypes.c_int64),
         ("parts", ctypes.c_void_p),
     )
-
-
-class _Place(NamedTuple):
-    """The address of a tensor (N, H, S, …), and its strides in bytes; all are 0 if the tensor is absent."""
-
-    address: int = 0
-    batch: int = 0
-    head: int = 0
-    row: int = 0
-
-    @classmethod
-    def of(cls, t: Tensor | None) -> _Place:
-        return cls() if t is None else cls(t.data_ptr(), *(step * t.itemsize for step in t.stride()[:3]))
-
-    def at(self, batch: Any, row: Any, head: int) -> tuple[Any, int, int]:
-        """Return the address of a sequence's first row in a head, and the strides of heads and rows.
-
-        If `batch` and `row` are arrays, with one element per sequence, so is the address.
-        """
-        if not self.address:
-            return 0, 0, 0
-        return self.address + batch * self.batch + row * self.row + head * self.head, self.head, self.row
-
-
-class Sequence(NamedTuple):
-    """The position of a sequence in its tensors, and the keys that its queries see.
-
-    Query i sees the keys [i + low, i + high) of the sequence's `keys` keys. `batch`, `q_start` and `kv_start` are
-    indices into the tensors; `number` selects dropout's words and ALiBi's slopes.
-    """
-
-    batch: int
-    q_start: int
-    kv_start: int
-    number: int
-    queries: int
-    keys: int
-    low: int
-    high: int
-    offset: int
-
-    def pairs(self, first: int, count: Any) -> Any:
-        """Estimate the number of (query, key) pairs of `count` queries, at least one for each query.
-
-        Members and `count` may be arrays with one element per sequence.
-        """
-        minimum, maximum = (np.minimum, np.maximum) if isinstance(self.keys, np.ndarray) else (min, max)
-        seen = 0
-        for query in (first, first + count // 2, first + count - 1):
-            seen += maximum(1, minimum(query + self.high, self.keys) - maximum(query + self.low, 0))
-        return count * seen // 3
 
 
 class _Part(NamedTuple):
@@ -97,7 +50,7 @@ class _Part(NamedTuple):
     `cut`: the queries of the sequence are cut into several parts, which have the same keys; each has a single head.
     """
 
-    sequence: Sequence
+    row: Row
     head: int
     heads: int
     first: int
@@ -128,36 +81,39 @@ class Backward:
     mask are added in order, one sequence after another.
     """
 
+    spec: Spec
     t: Mapping[str, Tensor]
-    scale: float
-    softcap: float
-    keep: float  # 1 - dropout_p
-    dropped: Dropped
-    first_head: int  # index of the first query head in the request: dropout's random words depend on it
-    adds: bool
-    block_size: tuple[int, int] = (128, 128)  # queries and keys of a block of the block mask
-    _places: dict[str, _Place] = field(init=False)
-    _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
+    seed: int | None = None  # of dropout
+    first_head: int = 0  # index of the first query head in the request: dropout's random words depend on it
+    adds: bool = False
+    _places: dict[str, Place] = field(init=False)
+    _sums: dict[tuple[Row, int], list[Tensor]] = field(default_factory=dict, init=False)
     _dsinks: list[NDArray[np.float64]] = field(default_factory=list, init=False)  # arrays (parts, Hq)
     _dmask: Tensor | None = field(default=None, init=False)  # sum over sequences; broadcast dimensions have size 1
 
     def __post_init__(self) -> None:
-        self._places = {name: _Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
+        self._places = {name: Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
 
-    def takes_together(self, rows: int, queries: int) -> bool:
-        """Return whether `shares_together` supports `rows` sequences, the longest of which has this many queries."""
+    def shares(self, rows: Sequence[Row], threads: int) -> list[list[Step]]:
+        """Return the work for sequences with queries in equal shares for at most `threads` threads.
+
+        Pass the shares to `run`, then call `finish`.
+        """
+        if self._takes_together(len(rows), max((row.q_len for row in rows), default=0)):
+            return self._shares_together(Row(*numbers_of(rows)), threads)
+        return self._several(rows, threads)
+
+    def _takes_together(self, rows: int, queries: int) -> bool:
+        """Return whether `_shares_together` supports `rows` sequences, the longest of which has this many queries."""
         q_heads, kv_heads = (self.t[name].shape[1] for name in "qk")
         return rows >= forward.TOGETHER and not self.adds and queries <= _ROWS * kv_heads // q_heads
 
-    def shares_together(self, sequence: Sequence, threads: int) -> list[list[Step]]:
-        """Return the tasks of many short sequences for at most `threads` threads, like `shares`.
-
-        `sequence` has arrays (n,). See `Forward.shares_together`.
-        """
-        pairs = sequence.pairs(0, sequence.queries)
+    def _shares_together(self, row: Row, threads: int) -> list[list[Step]]:
+        """Return the tasks of many short sequences. The members of `row` are arrays: see `Forward.shares_together`."""
+        pairs = self._pairs(row, 0, row.q_len)
         tasks = np.empty((len(pairs), len(PART)), np.int64)
         dsinks = self._memory_of_dsinks(len(tasks)) + 8 * self.t["q"].shape[1] * np.arange(len(tasks))
-        part = _Part(sequence, 0, self.t["k"].shape[1], 0, sequence.queries, pairs, cut=False)
+        part = _Part(row, 0, self.t["k"].shape[1], 0, row.q_len, pairs, cut=False)
         for column, member in enumerate(self._task(part, 0, False, dsinks)):
             tasks[:, column] = member
         edges = pairs.cumsum()
@@ -166,18 +122,29 @@ class Backward:
         edges_of = [(first, last) for first, last in pairwise(cuts) if first < last]
         return [[Step(array("q", tasks[first:last].tobytes()), None)] for first, last in edges_of]
 
+    def _pairs(self, row: Row, first: int, count: Any) -> Any:
+        """Estimate the number of (query, key) pairs of `count` queries from `first` on, at least one for each query.
+
+        Members of `row` and `count` may be arrays with one element per sequence.
+        """
+        minimum, maximum = (np.minimum, np.maximum) if isinstance(row.kv_len, np.ndarray) else (min, max)
+        seen, (left, right) = 0, self.spec.window
+        for query in (first, first + count // 2, first + count - 1):
+            key = query + row.offset
+            seen += maximum(1, minimum(key + right + 1, row.kv_len) - maximum(key - left, 0))
+        return count * seen // 3
+
     def _workers(self, threads: int, pairs: int) -> int:
         """Return the number of threads for the work, at most `threads`. Each head has `pairs` scores."""
         flops = 5 * pairs * self.t["q"].shape[1] * (self.t["q"].shape[3] + self.t["v"].shape[3])
         return max(1, min(threads, flops // _LEAST_FLOPS))
 
-    def shares(self, sequences: list[Sequence], threads: int) -> list[list[Step]]:
-        """Return the work in equal shares for at most `threads` threads. Pass them to `run`, then call `finish`."""
-        if self.adds and not self._places["dattn_mask"].batch and len(sequences) > 1:
+    def _several(self, rows: Sequence[Row], threads: int) -> list[list[Step]]:
+        if self.adds and not self._places["dattn_mask"].batch and len(rows) > 1:
             self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
-        workers = self._workers(threads, sum(sequence.pairs(0, sequence.queries) for sequence in sequences))
-        whole = workers == 1 or len(sequences) >= 4 * workers
-        groups = self._groups(sequences, self.t["k"].shape[1] if whole else 1)
+        workers = self._workers(threads, sum(self._pairs(row, 0, row.q_len) for row in rows))
+        whole = workers == 1 or len(rows) >= 4 * workers
+        groups = self._groups(rows, self.t["k"].shape[1] if whole else 1)
         edges = [0, *accumulate(sum(part.pairs for part in group) for group in groups)]
         cuts = [bisect_left(edges, edges[-1] * n // workers) for n in range(workers)] + [len(groups)]
         return [self._share(groups[first:last]) for first, last in pairwise(cuts) if first < last]
@@ -238,24 +205,21 @@ class Backward:
         mask, dmask = self.t.get("attn_mask"), self.t.get("dattn_mask")
         return _Call(
             type=TYPES[q.dtype], dim=q.shape[3], value_dim=v.shape[3], group=q.shape[1] // v.shape[1],
-            scale=self.scale, softcap=self.softcap, mask_type=TYPES[torch.bool if mask is None else mask.dtype],
-            mask_step=0 if mask is None else mask.stride(3) * mask.itemsize, keep=self.keep, dropout=self.dropped,
             dmask_step=0 if dmask is None else dmask.stride(3) * dmask.itemsize, dmask_adds=self.adds,
-            block_queries=self.block_size[0], block_keys=self.block_size[1], count=len(tasks) // len(PART),
-            parts=tasks.buffer_info()[0],
+            count=len(tasks) // len(PART), parts=tasks.buffer_info()[0], **of_scores(self.spec, mask, self.seed),
         )  # fmt: skip
 
     def finish(self) -> Tensor | None:
         """Write the gradients to which several parts add. Return dsinks, (Hq,) float64, if requested."""
         if self._dmask is not None:
             _once(self.t["dattn_mask"]).copy_(self._dmask)
-        for (sequence, head), (total, *others) in self._sums.items():
+        for (row, head), (total, *others) in self._sums.items():
             for more in others:
                 total += more
             widths = [self.t[name].shape[3] for name in "kv"]
             for name, sums in zip(("dk", "dv"), torch.split(total, widths, 1), strict=True):
                 if name in self.t:
-                    self.t[name][sequence.batch, head].narrow(0, sequence.kv_start, sequence.keys).copy_(sums)
+                    self.t[name][row.batch, head].narrow(0, row.kv_start, row.kv_len).copy_(sums)
         if "dsinks" not in self.t:
             return None
         each = np.concatenate([np.zeros((1, self.t["q"].shape[1])), *self._dsinks])
@@ -268,30 +232,30 @@ class Backward:
         self._dsinks.append(np.zeros((count, self.t["q"].shape[1])))
         return self._dsinks[-1].ctypes.data
 
-    def _groups(self, sequences: list[Sequence], together: int) -> list[list[_Part]]:
+    def _groups(self, rows: Sequence[Row], together: int) -> list[list[_Part]]:
         """Return the parts in groups. Parts that add to the same elements of a mask's gradient are in one group."""
         if not self.adds:
-            return [[part] for part in self._parts(sequences, together)]
+            return [[part] for part in self._parts(rows, together)]
         groups: dict[tuple[int, int], list[_Part]] = {}
         place = self._places["dattn_mask"]
-        for part in self._parts(sequences, 1):
-            shared = part.sequence.batch if place.batch else 0, part.head if place.head else 0
+        for part in self._parts(rows, 1):
+            shared = part.row.batch if place.batch else 0, part.head if place.steps.head else 0
             groups.setdefault(shared, []).append(part)
         return list(groups.values())
 
-    def _parts(self, sequences: list[Sequence], together: int) -> Iterator[_Part]:
+    def _parts(self, rows: Sequence[Row], together: int) -> Iterator[_Part]:
         """Yield the parts: all queries of some heads, or for a long sequence some queries of one head."""
         heads = self.t["k"].shape[1]
-        for sequence in sequences:
-            queries = max(_ROWS * heads // self.t["q"].shape[1], -(-sequence.queries // _PARTS))
+        for row in rows:
+            queries = max(_ROWS * heads // self.t["q"].shape[1], -(-row.q_len // _PARTS))
             queries += -queries % QUERIES
-            chunks = [(n, min(queries, sequence.queries - n)) for n in range(0, sequence.queries, queries)]
+            chunks = [(n, min(queries, row.q_len - n)) for n in range(0, row.q_len, queries)]
             cut = len(chunks) > 1
-            pairs = [sequence.pairs(*chunk) for chunk in chunks]
+            pairs = [self._pairs(row, *chunk) for chunk in chunks]
             step = 1 if cut else together
             for head in range(0, heads, step):
                 for chunk, pairs_of_chunk in zip(chunks, pairs, strict=True):
-                    yield _Part(sequence, head, step, *chunk, step * pairs_of_chunk, cut)
+                    yield _Part(row, head, step, *chunk, step * pairs_of_chunk, cut)
 
     def _share(self, groups: list[list[_Part]]) -> list[Step]:
         """Return a thread's steps: one, or if masks' gradients are summed over sequences, one for each sequence."""
@@ -300,9 +264,9 @@ class Backward:
         steps, (dmask, each) = [], (_once(self.t["dattn_mask"]), self.t["q"].shape[1] // self.t["k"].shape[1])
         for group in groups:
             heads = slice(None)
-            if self._places["dattn_mask"].head:
+            if self._places["dattn_mask"].steps.head:
                 heads = slice(group[0].head * each, (group[0].head + 1) * each)
-            for _, alike in groupby(group, lambda part: part.sequence):
+            for _, alike in groupby(group, lambda part: part.row):
                 steps.append(Step(self._tasks(list(alike)), (self._dmask[:, heads], dmask[:, heads])))
         return steps
 
@@ -318,36 +282,39 @@ class Backward:
             for part in run:
                 adds, address = False, 0
                 if part.cut:
-                    sums = self._sums.setdefault((part.sequence, part.head), [])
+                    sums = self._sums.setdefault((part.row, part.head), [])
                     adds = part is not run[0] and not run[0].first
                     if not adds:
                         width = sum(self.t[name].shape[3] for name in "kv")
-                        sums.append(torch.empty(part.sequence.keys, width, dtype=torch.float32, device="cpu"))
+                        sums.append(torch.empty(part.row.kv_len, width, dtype=torch.float32, device="cpu"))
                     address = sums[-1].data_ptr()
                 tasks.extend(self._task(part, address, adds, self._memory_of_dsinks(1)))
         return tasks
 
     def _task(self, part: _Part, sums: int, adds: bool, dsinks: Any) -> list[Any]:
         """Return one `struct part` of backward.h with the members in PART. `dsinks` is the address for head 0, or 0."""
-        sequence, t = part.sequence, self.t
+        row, t, (left, right) = part.row, self.t, self.spec.window
         query = part.head * t["q"].shape[1] // t["k"].shape[1]
         numbers: list[Any] = [part.heads]
         for name in _OF_QUERIES:
-            numbers += self._places[name].at(sequence.batch, sequence.q_start, query)
+            place = self._places[name]
+            numbers += place.at(row.batch, row.q_start, query), *place.steps
         for name in _OF_KEYS:
-            numbers += self._places[name].at(sequence.batch, sequence.kv_start, part.head)
+            place = self._places[name]
+            numbers += place.at(row.batch, row.kv_start, part.head), *place.steps
         slopes, sinks = t.get("alibi_slopes"), t.get("sinks")
-        first_slope = query if slopes is None or slopes.ndim == 1 else query + sequence.number * slopes.shape[1]
+        first_slope = query if slopes is None or slopes.ndim == 1 else query + row.index * slopes.shape[1]
         numbers += (
             sums, adds,
             0 if slopes is None else slopes.data_ptr() + 4 * first_slope,
             0 if sinks is None else sinks.data_ptr() + 4 * query,
             dsinks + 8 * query if "dsinks" in t else 0,
-            part.first, part.queries, sequence.keys, sequence.low, sequence.high, sequence.offset,
+            part.first, part.queries, row.kv_len, row.offset - left, row.offset + right + 1, row.offset,
         )  # fmt: skip
         for name in _OF_PAIRS:
-            numbers += self._places[name].at(sequence.batch, 0, query)
-        return [*numbers, sequence.number, self.first_head + query]
+            place = self._places[name]
+            numbers += place.at(row.batch, 0, query), *place.steps
+        return [*numbers, row.index, self.first_head + query]
 
 
 def _once(t: Tensor) -> Tensor:

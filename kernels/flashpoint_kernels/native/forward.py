@@ -12,15 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import native
 from flashpoint_kernels.native import calls
 from flashpoint_kernels.native.prefix import SharedPrefix, together
-from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, ByteSteps, Rows, Spans
+from flashpoint_kernels.native.rows import CHUNK, TILE, UNBOUNDED, Place, QuerySteps, Rows, Spans
 from flashpoint_kernels.problems.dropout import drop_below
 
 TOGETHER = 256  # from this many sequences on, `shares_together` makes all tasks at once
 _LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 20  # minimum work of a thread: takes about twice as long as waking one
+
+_OF_ROWS = ("q", "o", "lse", "attn_mask", "block_mask")  # the tensors (N, H, S, …) of `Forward.t`
 
 TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
 
@@ -47,6 +51,17 @@ OF_SCORES = (
     ("keep", ctypes.c_double),
     ("dropout", Dropped),
 )
+OF_BLOCKS = (("block_queries", ctypes.c_int64), ("block_keys", ctypes.c_int64))
+
+
+def of_scores(spec: Spec, mask: Tensor | None, seed: int | None) -> dict[str, Any]:
+    """Return the members in OF_SCORES and OF_BLOCKS. If all keys share an element of the mask, its step is 0."""
+    options, p = spec.options, spec.options.dropout_p
+    return {
+        "scale": spec.scale, "softcap": options.softcap, "mask_type": TYPES[torch.bool if mask is None else mask.dtype],
+        "mask_step": 0 if mask is None or mask.shape[3] == 1 else mask.stride(3) * mask.itemsize, "keep": 1.0 - p,
+        "dropout": Dropped.of(seed, p), "block_queries": options.block_size[0], "block_keys": options.block_size[1],
+    }  # fmt: skip
 
 
 # Members of `struct reader` and `struct task` in forward.h, each of 8 bytes.
@@ -65,49 +80,67 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("k_type", "q_type", "dim", "value_dim", "group", "k_row", "v_row")),
         *OF_SCORES,
-        *((name, ctypes.c_int64) for name in ("block_queries", "block_keys", "count")),
+        *OF_BLOCKS,
+        ("count", ctypes.c_int64),
         ("tasks", ctypes.c_void_p),
     )
 
 
 @dataclass(eq=False, slots=True)
 class Forward:
-    """One forward computation: tiles of queries that have the same types, sizes and options.
+    """One forward computation: tiles of queries over keys at any addresses.
 
-    There are `heads` key/value heads; `group` query heads share each of them. A unit of work is one key/value head of
-    one element of `rows`. `held` keeps alive the memory whose addresses `rows` contains.
+    `t` has canonical views (see `problem`) of q, o, lse, attn_mask, block_mask, alibi_slopes and sinks, as far as they
+    are given; the rows of q, o and masks have adjacent elements, slopes and sinks are contiguous. `keys` describes the
+    keys and values, which have one data type and one stride. A unit of work is one key/value head of one element of
+    `rows`; the `group` query heads that share the head are rows of one tile.
     """
 
-    q_dtype: torch.dtype  # also o's
-    k_dtype: torch.dtype  # also v's
-    head_dim: int
-    value_dim: int
-    heads: int
-    group: int
-    scale: float
-    softcap: float
-    k_row: int
-    v_row: int
-    mask: ByteSteps = NOWHERE
-    mask_dtype: torch.dtype = torch.bool
-    mask_step: int = 0  # stride from key to key in bytes; 0 if all keys share one element
-    keep: float = 1.0  # 1 - dropout_p
-    dropped: Dropped = field(default_factory=Dropped)
+    spec: Spec
+    t: Mapping[str, Tensor]
+    keys: Sequence[Spans]
+    seed: int | None = None  # of dropout
     first_head: int = 0  # index in the request of the first query head; dropout depends on it
-    held: object = None
-    blocks: ByteSteps = NOWHERE
-    block_size: tuple[int, int] = (1, 1)
     rows: list[Rows | SharedPrefix] = field(default_factory=list)
     memory: list[object] = field(default_factory=list)  # more memory to which tasks point, kept alive
+    heads: int = field(init=False)
+    group: int = field(init=False)
+    _places: tuple[Place, ...] = field(init=False)  # of q, o, lse, attn_mask and block_mask
+    _steps: QuerySteps = field(init=False)
 
-    def add(self, rows: Rows) -> None:
-        """Add the queries of one sequence."""
-        self.rows += rows.tiles(self.group, self.mask.row)
+    def __post_init__(self) -> None:
+        self.heads, self.group = self.spec.kv_heads, self.spec.q_heads // self.spec.kv_heads
+        self._places = q, o, lse, _, _ = tuple([Place.of(self.t.get(name)) for name in _OF_ROWS])
+        self._steps = QuerySteps(q.steps, o.steps, lse.steps)
+
+    def add(self, row: Row, spans: Spans, number: int = 0, first: int = 0, start: int = 0) -> None:
+        """Add the queries of one sequence, whose keys [first, row.kv_len) are number `number` in `spans`.
+
+        Queries do not see keys before `start`.
+        """
+        self.rows += self._placed(row, spans, number, first, start).tiles(self.group, self._places[3].steps.row)
+
+    def _placed(self, row: Row, spans: Spans, number: Any, first: int = 0, start: int = 0) -> Rows:
+        """Return the `Rows` of a sequence; of several if `number` and the members of `row` are arrays."""
+        offset, (left, right) = row.offset, self.spec.window
+        low, high = offset - left, offset + right + 1
+        minimum, maximum = (min, max) if isinstance(number, int) else (np.minimum, np.maximum)
+        start = minimum(maximum(low, start), row.kv_len)
+        stop = maximum(minimum(row.kv_len, row.q_len - 1 + high), start)
+        q, o, lse, mask, blocks = self._places
+        at = row.batch, row.q_start
+        slopes, sinks = self.t.get("alibi_slopes"), self.t.get("sinks")
+        first_slope = 0 if slopes is None or slopes.ndim == 1 else 4 * slopes.shape[1] * row.index
+        return Rows(
+            q.at(*at), o.at(*at), lse.at(*at), self._steps, row.q_len, start, stop, spans.of_sequence(number),
+            spans.tokens, first, low, high, offset, 0 if slopes is None else slopes.data_ptr() + first_slope,
+            0 if sinks is None else sinks.data_ptr(), mask.at(row.batch, 0), blocks.at(row.batch, 0), row.index,
+        )  # fmt: skip
 
     def join(self, other: Forward) -> None:
         """Add the queries of another forward with the same sizes, types and options, and keep its memory alive."""
         self.rows += other.rows
-        self.memory.append(other.held)
+        self.memory.append(other)
 
     def share_prefixes(self, workers: int) -> None:
         """Combine sequences that begin with the same chunks of keys, so that each such chunk is read about once.
@@ -115,7 +148,7 @@ class Forward:
         Form at least enough groups of sequences for `workers` threads, if there are enough sequences.
         """
         alone = [row for row in self.rows if isinstance(row, Rows)]
-        if len(alone) > 1 and not self.dropped.on:
+        if len(alone) > 1 and not self.spec.options.dropout_p:
             shared = [row for row in self.rows if isinstance(row, SharedPrefix)]
             self.rows = [*shared, *together(alone, self.group, -(-workers // self.heads))]
 
@@ -129,21 +162,25 @@ class Forward:
         return self._nbytes(sum(row.keys for row in self.rows))
 
     def _nbytes(self, keys: int) -> int:
-        return keys * self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
+        return keys * self.heads * (self.spec.head_dim + self.spec.value_dim) * self.keys[0].dtype.itemsize
 
     def workers(self, threads: int) -> int:
         """Return the number of threads for the work, at most `threads`."""
-        return self._workers(threads, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
+        return (
+            1
+            if threads == 1
+            else self._workers(threads, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
+        )
 
     def _workers(self, threads: int, keys: int, pairs: int) -> int:
-        flops = 2 * pairs * self.heads * self.group * (self.head_dim + self.value_dim)
+        flops = 2 * pairs * self.spec.q_heads * (self.spec.head_dim + self.spec.value_dim)
         return max(1, min(threads, max(self._nbytes(keys) // _LEAST_BYTES, flops // _LEAST_FLOPS)))
 
     def compute(self, first: int, last: int) -> None:
         """Compute the units [first, last) in this thread."""
         self.call([self._whole(first, last)])()
 
-    def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
+    def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], Tensor]]]:
         """Divide the work about equally among `workers` threads: by units, or by chunks of keys if there are few units.
 
         Return the tasks of each thread; and for each unit that several threads share, its task for the C function
@@ -164,7 +201,7 @@ class Forward:
 
     def _between_chunks(
         self, rows: Sequence[Rows], workers: int
-    ) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
+    ) -> tuple[list[list[int]], list[tuple[list[int], Tensor]]]:
         edges, scores = [0], []  # number of chunks up to each unit; scores of each chunk
         for row in rows:
             edges += [edges[-1] + row.chunks * (head + 1) for head in range(self.heads)]
@@ -176,7 +213,7 @@ class Forward:
             cuts.append(bisect_left(middles, done[cuts[-1]] + (done[-1] - done[cuts[-1]]) / left))
         unit = 0
         shares: list[list[int]] = []
-        merged: dict[int, torch.Tensor] = {}
+        merged: dict[int, Tensor] = {}
         for start, stop in pairwise(cuts):
             tasks: list[int] = []
             while start < stop:
@@ -203,12 +240,13 @@ class Forward:
         """Return whether `shares_together` supports `rows` sequences, the longest of which has this many queries."""
         return rows >= TOGETHER and queries * self.group <= TILE
 
-    def shares_together(self, rows: Rows, threads: int) -> list[array[int]]:
-        """Return the tasks of many short sequences for each of at most `threads` threads.
+    def shares_together(self, row: Row, threads: int) -> list[array[int]]:
+        """Return the tasks of many short sequences for each of at most `threads` threads. Sequence n has keys number n.
 
-        Members of `rows` that differ between sequences are arrays (n,), because a Python loop over sequences would take
+        Members of `row` that differ between sequences are arrays (n,), because a Python loop over sequences would take
         longer than the kernel.
         """
+        rows = self._placed(row, self.keys[0], np.arange(len(row.index)))  # type: ignore[arg-type]
         _, queries, keys = np.broadcast_arrays(rows.q, rows.queries, rows.stop - rows.start)
         tasks = np.empty((len(queries), len(TASK)), np.int64)
         for column, member in enumerate(self._task(rows, 0, self.heads, rows.start, rows.stop)):
@@ -219,7 +257,7 @@ class Forward:
         return [array("q", tasks[first:last].tobytes()) for first, last in pairwise(cuts) if first < last]
 
     def call(
-        self, shares: Sequence[Sequence[int]], merged: Sequence[tuple[list[int], torch.Tensor]] = ()
+        self, shares: Sequence[Sequence[int]], merged: Sequence[tuple[list[int], Tensor]] = ()
     ) -> Callable[[], None]:
         """Return a function that computes each share on a different thread, and then merges the units in `merged`.
 
@@ -239,12 +277,13 @@ class Forward:
 
         return compute_and_merge
 
-    def replay(self, shares: Sequence[Sequence[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay | None:
+    def replay(self, shares: Sequence[Sequence[int]], tensors: Mapping[str, int]) -> calls.Replay | None:
         """Return a `Replay` of the shares for other q, k, v, o and lse; None if it would exceed `calls.LARGEST`.
 
         `tensors` has the current addresses of these tensors, without lse if the shares do not write it. The replay
         takes the new addresses in the order of `tensors`.
         """
+        (spans,) = self.keys
         number = {name: place for place, name in enumerate(tensors)}
         memory = [array("q", tasks) for tasks in shares]
         if 8 * sum(map(len, memory)) > calls.LARGEST:
@@ -273,7 +312,7 @@ class Forward:
             first += count
         return tasks
 
-    def _part(self, row: Rows, head: int, first: int, last: int, states: torch.Tensor) -> list[int]:
+    def _part(self, row: Rows, head: int, first: int, last: int, states: Tensor) -> list[int]:
         """Return the task for the chunks [first, last) of a head's keys.
 
         `states` is memory for the states of all chunks of the head.
@@ -285,7 +324,7 @@ class Forward:
     @property
     def _state_size(self) -> int:
         """Return the number of floats in the softmax state of one row, as `state_size` in forward.c does."""
-        return 2 + -(-self.value_dim // native.VECTOR) * native.VECTOR
+        return 2 + -(-self.spec.value_dim // native.VECTOR) * native.VECTOR
 
     def _prefix(self, prefix: SharedPrefix, head: int, heads: int) -> list[int]:
         """Return the tasks of a shared prefix, in the order in which one thread must compute them."""
@@ -315,14 +354,14 @@ class Forward:
 
     def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, parts: int = 0) -> list[int]:
         """Return one `struct task` of forward.h: the members in TASK, in order."""
-        query, (_, o, lse) = head * self.group, row.steps
+        query, (_, o, lse), (*_, mask, blocks) = head * self.group, row.steps, self._places
         return [
             *self._reader(row, head),
             row.o + query * o.head, *o,
             _moved(row.lse, query * lse.head), *lse,
             _moved(row.slopes, 4 * query), _moved(row.sinks, 4 * query),
-            _moved(row.mask, query * self.mask.head), *self.mask,
-            _moved(row.blocks, query * self.blocks.head), *self.blocks,
+            _moved(row.mask, query * mask.steps.head), *mask.steps,
+            _moved(row.blocks, query * blocks.steps.head), *blocks.steps,
             heads, head, start, stop, row.low, row.high, row.offset,
             row.spans, row.first, row.tokens,
             parts, row.sequence, self.first_head + query, row.query,
@@ -337,15 +376,14 @@ class Forward:
     def _functions(self) -> native.Functions:
         library = native.library()
         assert library is not None
-        return library.of(native.DTYPES[TYPES[self.q_dtype]])
+        return library.of(native.DTYPES[TYPES[self.t["q"].dtype]])
 
     def _call(self, tasks: array[int]) -> _Call:
+        spec, keys = self.spec, self.keys[0]
         return _Call(
-            k_type=TYPES[self.k_dtype], q_type=TYPES[self.q_dtype], dim=self.head_dim, value_dim=self.value_dim,
-            group=self.group, k_row=self.k_row, v_row=self.v_row, scale=self.scale, softcap=self.softcap,
-            mask_type=TYPES[self.mask_dtype], mask_step=self.mask_step, keep=self.keep, dropout=self.dropped,
-            block_queries=self.block_size[0], block_keys=self.block_size[1], count=len(tasks) // len(TASK),
-            tasks=tasks.buffer_info()[0],
+            k_type=TYPES[keys.dtype], q_type=TYPES[self.t["q"].dtype], dim=spec.head_dim, value_dim=spec.value_dim,
+            group=self.group, k_row=keys.k_step, v_row=keys.v_step, count=len(tasks) // len(TASK),
+            tasks=tasks.buffer_info()[0], **of_scores(spec, self.t.get("attn_mask"), self.seed),
         )  # fmt: skip
 
 

@@ -1,14 +1,18 @@
-"""Describe where the queries, keys and values of a forward pass are in memory: addresses, and strides in bytes."""
+"""Describe where tensors, and the queries and keys of a forward, are in memory: addresses, and strides in bytes."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from flashpoint_contract.spec import Row
 
 CHUNK = 1024  # keys of one softmax, see forward.c
 UNBOUNDED = 1 << 60
@@ -27,20 +31,57 @@ class ByteSteps(NamedTuple):
 NOWHERE = ByteSteps(0, 0)  # strides of an absent lse or mask
 
 
+class Place(NamedTuple):
+    """The address of a tensor (N, H, S, …), and its strides in bytes; all are 0 if the tensor is absent."""
+
+    address: int = 0
+    batch: int = 0
+    steps: ByteSteps = NOWHERE
+
+    @classmethod
+    def of(cls, t: Tensor | None) -> Place:
+        if t is None:
+            return _ABSENT
+        batch, head, row, *_ = t.stride()
+        size = t.itemsize
+        return cls(t.data_ptr(), batch * size, ByteSteps(head * size, row * size))
+
+    def at(self, batch: Any, row: Any, head: int = 0) -> Any:
+        """Return the address of a row in a head; 0 if the tensor is absent.
+
+        If `batch` and `row` are arrays, with one element per sequence, so is the address.
+        """
+        return self.address and self.address + batch * self.batch + row * self.steps.row + head * self.steps.head
+
+
+_ABSENT = Place()
+
+
+def numbers_of(rows: Sequence[Row]) -> NDArray[np.int64]:
+    """Return one int64 array (n,) for each field of `Row`, with its values in these n rows."""
+    numbers = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(Row._fields))
+    return numbers.reshape(len(rows), -1).T.copy()
+
+
 class Spans:
     """The addresses of keys and values, in spans of `tokens` keys; each sequence has `count` spans.
 
     `numbers` has 8 int64 for each span: the addresses of k and v for head 0 and their strides between heads, and the
-    same for the scales of k and v (`struct span` of forward.h).
+    same for the scales of k and v (`struct span` of forward.h). `k_step` and `v_step` are the strides from key to key,
+    in bytes. All members of a key, which have the data type `dtype`, are adjacent.
     """
 
-    __slots__ = ("_address", "_count", "numbers", "tokens")
+    __slots__ = ("_address", "_count", "dtype", "k_step", "numbers", "tokens", "v_step")
 
-    def __init__(self, numbers: array[int] | NDArray[np.int64], tokens: int, count: int = 1) -> None:
+    def __init__(
+        self, numbers: array[int] | NDArray[np.int64], tokens: int, dtype: torch.dtype, k_step: int, v_step: int,
+        count: int = 1,
+    ) -> None:  # fmt: skip
         self.numbers = np.asarray(numbers)  # no copy
         self._address = self.numbers.ctypes.data
         self._count = count
         self.tokens = tokens
+        self.dtype, self.k_step, self.v_step = dtype, k_step, v_step
 
     def of_sequence(self, number: Any) -> Any:
         """Return the address of a sequence's first span; for an array of sequences, an array of addresses."""

@@ -1,6 +1,7 @@
 """The tiles of a sequence contain each query once, with all keys that it sees, and no key that no query sees."""
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def test_tiles_have_each_query_once_and_the_keys_that_it_sees(
 
 def test_a_span_has_eight_integers_and_each_sequence_its_own() -> None:
     numbers = np.arange(6 * 8, dtype=np.int64).reshape(6, 8)
-    spans = Spans(numbers, tokens=16, count=3)
+    spans = Spans(numbers, 16, torch.float32, k_step=64, v_step=64, count=3)
     assert 8 * numbers.itemsize == SPAN
     assert spans.of_sequence(1) - spans.of_sequence(0) == 3 * SPAN
     assert spans.of_sequence(np.arange(2)).tolist() == [spans.of_sequence(n) for n in range(2)]

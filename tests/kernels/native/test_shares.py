@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint_kernels import attention
+from flashpoint_contract.spec import plan
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels import Options, attention
 from flashpoint_kernels.native.forward import TASK, Forward
-from flashpoint_kernels.native.rows import CHUNK, UNBOUNDED, ByteSteps, QuerySteps, Rows
+from flashpoint_kernels.native.rows import CHUNK, UNBOUNDED, ByteSteps, QuerySteps, Rows, Spans
 from tests.support.kernels.solving import qkv
 
 
 def forward_of(lengths: Sequence[tuple[int, int]], heads: int, causal: bool) -> Forward:
     """Return a forward that is divided, but not computed, so that no address is real."""
-    forward = Forward(torch.float32, torch.float32, 64, 64, heads, 1, 0.125, 0.0, 256, 256)
+    t = {name: torch.empty(1, heads, 1, 64, dtype=torch.float32) for name in ("q", "k", "v", "o")}
+    spec = plan({name: TensorInfo("float32", tuple(t[name].shape)) for name in "qkv"}, Options(), "forward")
+    forward = Forward(spec, t, [Spans(np.zeros((1, 8), np.int64), 1, torch.float32, k_step=256, v_step=256)])
     steps = ByteSteps(1 << 20, 256)
     for number, (queries, keys) in enumerate(lengths):
         high = keys - queries + 1 if causal else UNBOUNDED
         at = 4096 * (number + 1)
-        forward.add(Rows(at, at, 0, QuerySteps(steps, steps), queries, 0, keys, at, keys, high=high, sequence=number))
+        rows = Rows(at, at, 0, QuerySteps(steps, steps), queries, 0, keys, at, keys, high=high, sequence=number)
+        forward.rows += rows.tiles(1, 0)
     return forward
 
 

@@ -24,9 +24,8 @@ from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
-from flashpoint_kernels.cpu_backend.forward import address, readable_mask, rows_of, steps
-from flashpoint_kernels.native.forward import Dropped, Forward
-from flashpoint_kernels.native.rows import NOWHERE, ByteSteps, QuerySteps
+from flashpoint_kernels.cpu_backend.forward import readable_mask
+from flashpoint_kernels.native.forward import Forward
 from flashpoint_kernels.problems.problem import drawn_seed
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
@@ -81,14 +80,10 @@ class CallTensors:
         return [(_rows_of(k, row), _rows_of(v, row)) for row in self.rows]
 
     @cached_property
-    def places(self) -> tuple[dict[str, ByteSteps], list[dict[str, int]]]:
-        """Return the strides in bytes of q, o and lse, and their addresses for each sequence, both by tensor name."""
+    def views(self) -> dict[str, Tensor]:
+        """The canonical views of q, o and lse."""
         shell = self.shell({"q": self.tensors["q"]})
-        whole = {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
-        row_addresses = [
-            {name: address(view, row.batch, row.q_start) for name, view in whole.items()} for row in self.rows
-        ]
-        return {name: steps(view, 1) for name, view in whole.items()}, row_addresses
+        return {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
 
     def clear_outputs(self) -> None:
         """Fill the outputs as for queries that see no key (o 0, lse −inf), if some rows may belong to no sequence."""
@@ -98,14 +93,6 @@ class CallTensors:
     def shell(self, tensors: Mapping[str, Tensor]) -> Problem:
         """Return an incomplete `Problem`, only for its canonical views of `tensors` and of the outputs."""
         return Problem(self.spec, self.rows, None, self.tensors["q"].device, dict(tensors), dict(self.outputs))
-
-
-class Reading(NamedTuple):
-    """A call over caches as the kernels in C read it (`forward`), with the call's sequences and dropout seed."""
-
-    forward: Forward
-    rows: Sequence[Row]
-    seed: int | None
 
 
 class CachedCall(NamedTuple):
@@ -175,47 +162,25 @@ class CachedCall(NamedTuple):
             mismatch = f"has {blocks.shape[-1]} blocks of {size} keys, but a cache has {length} tokens"
             raise invalid([("block_mask", mismatch)])
 
-    def reading(self, caches: Sequence[StoredCache]) -> Reading:
-        """Return the input of the kernels in C. Call this after `write`."""
+    def reading(self, caches: Sequence[StoredCache]) -> tuple[Forward, Sequence[Row]]:
+        """Return the computation of the kernels in C, and the call's sequences. Call this after `write`."""
         call, spec = self.of, self.of.spec
         tracks = [cache.tracks[self.cache_ref.layer] for cache in caches]
-        size, q = tracks[0].size, call.tensors["q"]
         call.clear_outputs()
-        step, places = call.places
-        shell, each = call.shell({n: t for n, t in call.tensors.items() if n in _OF_HEADS}), {}
-        for name in shell.tensors:
-            each[name] = shell.view(name).contiguous()
-        slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
-        itemsize, mask, blocks = size.dtype.itemsize, self._mask("attn_mask"), self._mask("block_mask")
-        seed, dropout_p = drawn_seed(spec.options), spec.options.dropout_p
-        forward = Forward(
-            q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
-            spec.options.softcap, size.head_dim * itemsize, size.value_dim * itemsize,
-            NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
-            0 if mask is None or mask.shape[3] == 1 else mask.itemsize, 1.0 - dropout_p,
-            Dropped.of(seed, dropout_p), 0, (call, each, spans, mask, blocks),
-            NOWHERE if blocks is None else steps(blocks, 1), spec.options.block_size,
-        )  # fmt: skip
+        shell = call.shell({name: t for name, t in call.tensors.items() if name in _OF_HEADS})
+        t = call.views | {name: shell.view(name).contiguous() for name in shell.tensors}
+        t |= {name: self._mask(name) for name in _MASKS if name in call.tensors}
+        spans = [track.spans() for track in tracks]
+        forward = Forward(spec, t, spans, drawn_seed(spec.options))
         rows = [
             row._replace(kv_len=track.length, offset=spec.offset(row.q_len, track.length))
             for row, track in zip(call.rows, tracks, strict=True)
         ]
-        at = QuerySteps(step["q"], step["o"], step.get("lse", NOWHERE))
-        for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
-            if not row.q_len:
-                continue
-            addresses = place["q"], place["o"], place.get("lse", 0)
-            forward.add(
-                rows_of(
-                    spec, row, *addresses, at, span.of_sequence(0), span.tokens,
-                    first=track.first // CHUNK * CHUNK, start=max(self.lowest(row.q_len, track.length), track.first),
-                    slopes=0 if slopes is None else slopes[row.index if slopes.ndim == 2 else ...].data_ptr(),
-                    sinks=each["sinks"].data_ptr() if "sinks" in each else 0,
-                    mask=0 if mask is None else address(mask, row.batch, 0),
-                    blocks=0 if blocks is None else address(blocks, row.batch, 0),
-                )
-            )  # fmt: skip
-        return Reading(forward, rows, seed)
+        for row, track, span in zip(rows, tracks, spans, strict=True):
+            if row.q_len:
+                first, start = track.first // CHUNK * CHUNK, max(self.lowest(row.q_len, track.length), track.first)
+                forward.add(row, span, first=first, start=start)
+        return forward, rows
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
         """Return the call's problem, with the keys and values of the caches as pages. Raises Refusal 422."""
@@ -254,10 +219,8 @@ class CachedCall(NamedTuple):
         except ProblemError as error:
             raise of_problem(error) from None
 
-    def _mask(self, name: str) -> Tensor | None:
-        """Return a mask of shape (B, Hq, rows, columns) that the kernels in C can read; None if the call has none."""
-        if name not in self.of.tensors:
-            return None
+    def _mask(self, name: str) -> Tensor:
+        """Return a mask of shape (B, Hq, rows, columns) that the kernels in C can read."""
         spec, t = self.of.spec, readable_mask(self._four_dimensional()[name])
         t = t.reshape((1,) * (4 - t.ndim) + tuple(t.shape))
         return t.expand(spec.batch, spec.q_heads, spec.q_len if name == "attn_mask" else -1, -1)

@@ -340,7 +340,9 @@ class Track:
                 assert chunk is not None
                 for span in chunk.spans():
                     numbers.extend(span)
-            self._spans = Spans(numbers, CHUNK if self.size.pool is None else SMALLEST_CHUNK)
+            size, tokens = self.size, CHUNK if self.size.pool is None else SMALLEST_CHUNK
+            steps = (dim * size.dtype.itemsize for dim in (size.head_dim, size.value_dim))
+            self._spans = Spans(numbers, tokens, size.dtype, *steps)
         return self._spans
 
     def numbers(self, start: int) -> Tensor:

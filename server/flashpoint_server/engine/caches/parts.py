@@ -27,15 +27,12 @@ LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
 class CachedPart:
     """The part of a call that one core computes: the units [first, last) of `forward`.
 
-    A unit is one key/value head for one tile of queries. The first part of a call has all sequences in `rows`; the
-    other parts have none. `seed` is the seed of dropout.
+    A unit is one key/value head for one tile of queries.
     """
 
     forward: Forward
     first: int
     last: int
-    rows: Sequence[Row]
-    seed: int | None
 
     def compute(self) -> None:
         """Compute this part's rows of o and lse, and write them to the outputs."""
@@ -79,29 +76,27 @@ def attend(
         rows = [row for part in parts if not part.first_head for row in part.rows]
         return [Sequences(rows, parts[0].seed)], parts
     readings = [call.reading(caches) for call, caches in calls]
-    forward = readings[0].forward
-    for other in readings[1:]:
-        forward.join(other.forward)
+    every = [Sequences(rows, forward.seed) for forward, rows in readings]
+    forward = readings[0][0]
+    for other, _ in readings[1:]:
+        forward.join(other)
     if len(forward.rows) > 1 and shares(spec):
         forward.share_prefixes(cores)
-    rows = [row for reading in readings for row in reading.rows]
-    every = [Sequences(reading.rows, reading.seed) for reading in readings]
-    return every, cut(spec, forward, rows, cores, readings[0].seed)
+    return every, cut(spec, forward, [row for rows, _ in every for row in rows], cores)
 
 
-def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: int | None = None) -> list[CachedPart]:
+def cut(spec: Spec, forward: Forward, rows: Sequence[Row], cores: int) -> list[CachedPart]:
     """Cut a call into parts of about equal work, between tiles of queries and between key/value heads.
 
     There are `cores` parts: fewer if they would be small (LEAST_BYTES), more if they would be large (MOST_BYTES) or
     take long (PART_SECONDS). The number of parts does not change the bits of the answer.
     """
-    rows = [row for row in every if row.q_len]
     if forward.units < 2:
-        return [CachedPart(forward, 0, forward.units, rows, seed)]
+        return [CachedPart(forward, 0, forward.units)]
     total, seconds = forward.nbytes, 0.0
     if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise reading keys takes most of the time
-        seconds = sum(row_seconds(spec, NOMINAL["cpu"], row) for row in rows)
+        seconds = sum(row_seconds(spec, NOMINAL["cpu"], row) for row in rows if row.q_len)
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)
     count = min(wanted, forward.units)
     cuts = forward.cuts(count) if count > 1 else [(0, forward.units)]
-    return [CachedPart(forward, start, stop, () if start else rows, seed) for start, stop in cuts]
+    return [CachedPart(forward, start, stop) for start, stop in cuts]

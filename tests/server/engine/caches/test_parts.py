@@ -161,7 +161,8 @@ def test_a_large_call_has_parts_of_about_equal_work_and_a_small_one_has_one() ->
     assert len(caches.attend([0], {"q": q[:1, :, :, :]}, 1)[2]) == 1
     *_, parts = caches.attend([0], {"q": normal(1, HK, 3000, D)}, 1, causal=True)
     assert len(parts) > 8
-    assert sum(len(part.rows) for part in parts) == 1
+    assert [part.first for part in parts] == [0, *(part.last for part in parts[:-1])]
+    assert parts[-1].last == parts[0].forward.units
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (30, 0), "causal": True}], ids=["plain", "window"])
