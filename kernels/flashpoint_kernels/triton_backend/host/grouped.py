@@ -66,14 +66,10 @@ class Upload:
 
 
 class Launch:
-    """Problems that run together: their route, their joint table, and the arrays that their kernels read.
+    """Problems that run together: their route, their joint table, and the arrays that their kernels read."""
 
-    With `every`, the launch also has calls with an empty grid: kernels that these problems do not need, but that other
-    problems with this launch key may need. So they can be compiled in advance.
-    """
-
-    def __init__(self, route: Route, problems: list[Problem], tables: list[Table], every: bool) -> None:
-        self.route, self.problems, self.every = route, problems, every
+    def __init__(self, route: Route, problems: list[Problem], tables: list[Table]) -> None:
+        self.route, self.problems = route, problems
         self.device, self.dims, self.config = route.device, route.dims, route.config
         self.ints = tables[0].ints if len(tables) == 1 else np.concatenate([t.ints for t in tables])
         self.shapes = self.ints[:, SHAPE]

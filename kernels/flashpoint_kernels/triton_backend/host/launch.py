@@ -26,8 +26,14 @@ from flashpoint_kernels.triton_backend.host.route import (
     config_of,
     route_of,
 )
-from flashpoint_kernels.triton_backend.host.schedule import ForwardList, forward_lists, gradient_lists, mask_parts
-from flashpoint_kernels.triton_backend.host.sharing import shared_parts
+from flashpoint_kernels.triton_backend.host.schedule import (
+    ForwardList,
+    Gradients,
+    forward_lists,
+    gradient_lists,
+    mask_parts,
+)
+from flashpoint_kernels.triton_backend.host.sharing import Cascade, shared_parts
 from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
 from flashpoint_kernels.triton_backend.kernels.backward import (
     attention_backward_kv,
@@ -35,14 +41,12 @@ from flashpoint_kernels.triton_backend.kernels.backward import (
     attention_delta,
 )
 from flashpoint_kernels.triton_backend.kernels.backward_inputs import attention_backward_mask, attention_backward_sinks
-from flashpoint_kernels.triton_backend.kernels.cascade import attention_cascade
+from flashpoint_kernels.triton_backend.kernels.cascade import ITEM, MEMBER, attention_cascade
 from flashpoint_kernels.triton_backend.kernels.forward import attention_forward, merge_parts
 
 # Maximum programs of a launch. A program has its TMA descriptors at 512 bytes times its number; Triton before 3.9
 # computes this offset in int32.
 PROGRAMS_OF_HOPPER = 2**31 // 512
-
-_NO_ITEMS = np.empty((0, 2), np.int32)
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -86,7 +90,7 @@ def compiled(problems: Sequence[Problem]) -> bool:
 
     The problems have one direction and one launch key. The function sends nothing to the device.
     """
-    return all(call.compiled for call in _calls(problems))
+    return all(call.compiled for call in _union(problems))
 
 
 def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
@@ -95,35 +99,39 @@ def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
     Nothing is launched, and no output is written. The future raises Triton's errors. Triton's disk cache
     (TRITON_CACHE_DIR) is shared: kernels that another process has compiled are loaded from it.
     """
-    return start_compiling(lambda: _calls(problems))
+    return start_compiling(lambda: _union(problems))
 
 
-def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
-    """Yield each call that problems with this launch key may need; calls that these do not need have empty grids."""
+def _union(problems: Sequence[Problem]) -> Iterator[Call]:
+    """Yield a call of each kernel that problems with this launch key may need, to compile it: the work is made up."""
     if problems[0].spec.direction == "forward":
-        yield from forward_calls(problems, every=True)
+        yield from _union_of_forward(problems)
         return
     forwards, whole = with_forwards(problems)
-    yield from forward_calls(forwards, every=True)
-    yield from backward_calls(whole, [scratch_of(problem) for problem in whole], every=True)
+    yield from _union_of_forward(forwards)
+    for launch in _launches(whole, map(scratch_of, whole), None):
+        queries = dict.fromkeys((0, *launch.config.packed_rows), _one(2))
+        yield from _backward(launch, Gradients(_one(2), _one(2), queries), _one(2))
 
 
-def forward_calls(problems: Sequence[Problem], tiles: Config | None = None, *, every: bool = False) -> Iterator[Call]:
-    """Yield the calls of `forward`, in order. benchmarks/gpu.py passes `tiles` that are not in the device's table.
+def _union_of_forward(problems: Sequence[Problem]) -> Iterator[Call]:
+    for launch in _launches(problems, [{} for _ in problems], None):
+        for rows in (0, *launch.config.packed_rows):
+            work = ForwardList(rows, _one(5), _one(4), 1)
+            shared = Cascade(work.items, _one(ITEM.value), _one(MEMBER.value))
+            yield from _forward(launch, work, shared if _may_share(launch.route, rows) else None)
 
-    With `every`, also yield calls with an empty grid, whose kernels other problems with this launch key may need.
-    """
-    for launch in _launches(problems, [{} for _ in problems], tiles, every):
-        work = forward_lists(launch.shapes, launch.config)
-        if every:
-            of_rows = {each.rows: each for each in work}
-            none = np.empty((0, 5), np.int32), np.empty((0, 4), np.int32), 0
-            work = tuple(of_rows.get(rows) or ForwardList(rows, *none) for rows in (0, *launch.config.packed_rows))
-        for each in work:
-            if launch.route.hopper and not each.rows:
-                yield _forward_hopper(launch, each.items)
-            else:
-                yield from _forward_blocks(launch, each)
+
+def _one(columns: int) -> np.ndarray:
+    """Return a work list with one item."""
+    return np.zeros((1, columns), np.int32)
+
+
+def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> Iterator[Call]:
+    """Yield the calls of `forward`, in order. benchmarks/gpu.py passes `tiles` that are not in the device's table."""
+    for launch in _launches(problems, [{} for _ in problems], tiles):
+        for work in forward_lists(launch.shapes, launch.config):
+            yield from _forward(launch, work, _shared(launch, work))
 
 
 class _Parts:
@@ -140,50 +148,59 @@ class _Parts:
         return self._launch.scratch(size * self._launch.route.block_dims[1]), self._launch.scratch(size)
 
 
-def _forward_blocks(launch: Launch, work: ForwardList) -> Iterator[Call]:
-    """Yield the forward's calls for one kind of blocks: make lists of tiles, compute the blocks, merge their parts."""
+def _forward(launch: Launch, work: ForwardList, shared: Cascade | None) -> Iterator[Call]:
+    """Yield the forward's calls for one kind of blocks: make lists of tiles, compute the blocks, merge their parts.
+
+    `shared` has the programs that read keys for several sequences.
+    """
     rows, items, route = work.rows, work.items, launch.route
+    if route.hopper and not rows:
+        yield _forward_hopper(launch, items)
+        return
     heads = launch.kv_heads if rows else launch.heads
     code, listed = _forward_code(route, rows), None
     if route.blocks:
         listed = lists.of_queries(launch, items, code.tile, rows > 0, items[:, 2:4])
         yield listed.call
     parts = _Parts(launch, work.slots * heads, code.tile.block_m)
-    if _may_share(launch, work):
-        cascade = shared_parts(launch.problems, launch.ints, launch.scalars, work)
-        if len(cascade.items) or launch.every:
-            items = cascade.alone
-            members = launch.upload.add(cascade.members)
-            yield launch.call(
-                _forward_code(route, rows, attention_cascade), cascade.items, heads,
-                lambda items: (
-                    launch.table, launch.floats, items, launch.items(members), *parts.memory, heads, *launch.dims
-                ),
-            )  # fmt: skip
+    if shared is not None:
+        items = shared.alone
+        members = launch.upload.add(shared.members)
+        yield launch.call(
+            _forward_code(route, rows, attention_cascade), shared.items, heads,
+            lambda items: (
+                launch.table, launch.floats, items, launch.items(members), *parts.memory, heads, *launch.dims
+            ),
+        )  # fmt: skip
     yield launch.call(
         code, listed.items if listed else items, heads,
         lambda items: (
             launch.table, launch.floats, items, listed and listed.memory(), *parts.memory, heads, *launch.dims
         ),
     )  # fmt: skip
-    if work.slots or launch.every:
+    if work.slots:
         yield launch.call(
             _merge_code(route, rows), work.merges, heads,
             lambda merges: (launch.table, merges, *parts.memory, heads, launch.dims[1]),
         )  # fmt: skip
 
 
-def _may_share(launch: Launch, work: ForwardList) -> bool:
-    """Return whether one program may read keys in pages for several sequences.
+def _shared(launch: Launch, work: ForwardList) -> Cascade | None:
+    """Return the programs that read keys for several sequences; None without any.
 
-    This requires split sequences in packed blocks, no masks and no dropout, and known page numbers. With
-    `launch.every`, the number of parts and the page numbers do not count.
+    They read parts of split sequences, in pages with known numbers.
     """
-    shared = launch.route.shared("PAGED", "LEVEL")
-    if not work.rows or not shared["PAGED"] or shared["LEVEL"] > 1 or launch.route.blocks:
-        return False
-    several = work.slots > 0 and len(launch.ints) > 1
-    return launch.every or (several and any(problem.pages is not None for problem in launch.problems))
+    several = work.slots > 0 and len(launch.ints) > 1 and any(problem.pages is not None for problem in launch.problems)
+    if not several or not _may_share(launch.route, work.rows):
+        return None
+    shared = shared_parts(launch.problems, launch.ints, launch.scalars, work)
+    return shared if len(shared.items) else None
+
+
+def _may_share(route: Route, rows: int) -> bool:
+    """Return whether one program may read keys for several sequences: in packed blocks, without masks or dropout."""
+    shared = route.shared("PAGED", "LEVEL")
+    return rows > 0 and shared["PAGED"] and shared["LEVEL"] <= 1 and not route.blocks
 
 
 def _forward_code(route: Route, rows: int, kernel: Any = attention_forward) -> Code:
@@ -241,11 +258,11 @@ def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -
         "backward_kv": backward.attention_backward_kv_hopper,
         "backward_q": backward.attention_backward_q_hopper,
     }
-    if not (len(items) or launch.every):
+    if not len(items):
         return
     code = _code_of_hopper(launch.route, kernels[name], name)
     items_of_launch = max(PROGRAMS_OF_HOPPER // heads, 1)
-    for first in range(0, max(len(items), 1), items_of_launch):
+    for first in range(0, len(items), items_of_launch):
         yield launch.call(
             code, items[first : first + items_of_launch], heads,
             lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
@@ -260,38 +277,42 @@ def scratch_of(problem: Problem) -> dict[str, Tensor]:
 
 
 def backward_calls(
-    problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None, *,
-    every: bool = False,
-) -> Iterator[Call]:  # fmt: skip
-    """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem.
+    problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None
+) -> Iterator[Call]:
+    """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem."""
+    for launch in _launches(problems, scratch, tiles):
+        work = gradient_lists(launch.shapes, launch.config)
+        queries = {rows: _asked(launch, items, "dq") for rows, items in work.queries.items()}
+        first_and_count = [
+            (first, len(problem.rows))
+            for problem, first in zip(launch.problems, launch.first_row, strict=False)
+            if "dsinks" in problem.outputs
+        ]
+        sinks = np.array(first_and_count, np.int32).reshape(-1, 2)
+        yield from _backward(launch, Gradients(work.delta, _asked(launch, work.keys, "dk", "dv"), queries), sinks)
 
-    With `every`, also yield calls with an empty grid, whose kernels other problems with this launch key may need.
-    """
-    for launch in _launches(problems, scratch, tiles, every):
-        yield from _backward_of(launch)
-        yield from _backward_masks(launch)
-        yield from _backward_sinks(launch)
 
-
-def _backward_of(launch: Launch) -> Iterator[Call]:
+def _backward(launch: Launch, work: Gradients, sinks: np.ndarray) -> Iterator[Call]:
+    """Yield the backward's calls; `sinks` has the first row and the number of rows of problems that request dsinks."""
     route, config = launch.route, launch.config
-    work = gradient_lists(launch.shapes, config)
     delta = route.code(attention_delta, None, lambda: (config.delta, route.shared(*VALUES)))
     yield launch.call(
         delta, work.delta, launch.heads, lambda items: (launch.table, items, launch.heads, launch.dims[1])
     )
-    items = _asked(launch, work.keys, "dk", "dv")
     if "backward_kv" in route.of_hopper:
-        yield from _gradient_hopper(launch, "backward_kv", items, launch.kv_heads)
+        yield from _gradient_hopper(launch, "backward_kv", work.keys, launch.kv_heads)
     else:
-        yield from _products(launch, attention_backward_kv, None, items, launch.kv_heads)
-    for rows in (0, *config.packed_rows) if launch.every else work.queries:
-        items = _asked(launch, work.queries.get(rows, _NO_ITEMS), "dq")
+        yield from _products(launch, attention_backward_kv, None, work.keys, launch.kv_heads)
+    for rows, items in work.queries.items():
         heads = launch.kv_heads if rows else launch.heads
         if "backward_q" in route.of_hopper and not rows:
             yield from _gradient_hopper(launch, "backward_q", items, heads)
         else:
             yield from _products(launch, attention_backward_q, rows, items, heads)
+    yield from _backward_masks(launch)
+    if len(sinks):
+        code = route.code(attention_backward_sinks, None, lambda: (config.backward_q, {}))
+        yield launch.call(code, sinks, launch.heads, lambda items: (launch.table, items, launch.heads))
 
 
 def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, heads: int) -> Iterator[Call]:
@@ -300,7 +321,7 @@ def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, 
     `rows` is for dQ: the rows of its packed blocks, 0 for blocks of one head. For dK and dV it is None.
     """
     route, config = launch.route, launch.config
-    if not (len(items) or launch.every):
+    if not len(items):
         return
 
     def make() -> tuple[Tile, dict[str, Any]]:
@@ -348,18 +369,6 @@ def _with(tile: Tile, constants: dict[str, Any]) -> tuple[Tile, dict[str, Any]]:
     return tile, constants
 
 
-def _backward_sinks(launch: Launch) -> Iterator[Call]:
-    items = [
-        (first, len(problem.rows))
-        for problem, first in zip(launch.problems, launch.first_row, strict=False)
-        if "dsinks" in problem.outputs
-    ]
-    if items or launch.every:
-        code = launch.route.code(attention_backward_sinks, None, lambda: (launch.config.backward_q, {}))
-        rows = np.array(items, np.int32).reshape(-1, 2)
-        yield launch.call(code, rows, launch.heads, lambda items: (launch.table, items, launch.heads))
-
-
 def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
     """Return the work items of the problems that request at least one of these gradients."""
     asking = [any(name in problem.outputs for name in names) for problem in launch.problems]
@@ -371,7 +380,7 @@ def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
 
 
 def _launches(
-    problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None, every: bool
+    problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None
 ) -> Iterator[Launch]:
     """Group problems by route, and yield a launch for each group.
 
@@ -387,7 +396,7 @@ def _launches(
         group[0].append(problem)
         group[1].append(made)
     for route, (members, tables) in groups.items():
-        yield Launch(route, members, tables, every)
+        yield Launch(route, members, tables)
 
 
 def _goes_hopper(problem: Problem, table: Table) -> bool:
