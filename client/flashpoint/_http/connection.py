@@ -1,4 +1,4 @@
-"""A connection to the server. Its methods are generators that yield the events to wait for; `drive` runs them."""
+"""A connection to the server. `race` and its methods are generators that yield the events to wait for, for `drive`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import errno
 import os
 import socket
 import ssl
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from selectors import EVENT_READ, EVENT_WRITE
 
@@ -14,10 +15,12 @@ import httpx
 
 from flashpoint._http import forked
 from flashpoint._http.dial import Address
-from flashpoint._http.drive import Steps, Wait
+from flashpoint._http.drive import Several, Steps, Wait
 from flashpoint._http.http1 import Reply, packets
 from flashpoint._http.proxies import NestedTls, Proxy
 
+ATTEMPT_DELAY = 0.25  # seconds until the next address is tried too; RFC 8305, section 5, recommends 250 ms
+SETUP_DELAY = 2.0  # like ATTEMPT_DELAY, if a server has accepted a connection: TLS needs several round trips
 RECEIVE = 64 * 1024  # bytes of the buffer for data that cannot go straight into the caller's memory
 _BUSY = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _CONNECTING = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", 0)}
@@ -208,3 +211,60 @@ class Connection:
                 events = _wanted(busy)
             except OSError as error:
                 raise httpx.ReadError(str(error)) from error
+
+
+def race(addresses: Sequence[Address], target: Target) -> Steps[Connection]:
+    """Return the first connection that is set up. Try the next address after a delay, or when an attempt fails.
+
+    This is Happy Eyeballs (RFC 8305). Raises httpx.ConnectError with all failures.
+    """
+    waiting, failures = list(addresses), list[httpx.TransportError]()
+    running: dict[Connection, tuple[Steps[None], Wait]] = {}
+    begun = 0.0  # time of the latest attempt
+
+    def advance(attempt: Connection, steps: Steps[None], ready: int | None) -> bool:
+        """Run an attempt until it waits or fails. Return whether the connection is set up."""
+        try:
+            wait = steps.send(ready)
+            assert isinstance(wait, Wait)
+            running[attempt] = steps, wait
+        except StopIteration:
+            del running[attempt]
+            return True
+        except httpx.TransportError as error:
+            del running[attempt]
+            attempt.close()
+            failures.append(error)
+        return False
+
+    try:
+        while waiting or running:
+            delay = SETUP_DELAY if any(each.connected for each in running) else ATTEMPT_DELAY
+            pause = begun + delay - time.monotonic() if running else 0.0
+            if waiting and pause <= 0:
+                begun = time.monotonic()
+                try:
+                    attempt = Connection(waiting.pop(0), target)
+                except OSError as error:  # no descriptor is left, or this machine does not have the address family
+                    failures.append(httpx.ConnectError(str(error)))
+                    continue
+                steps, ready = attempt.open(), None
+                running[attempt] = steps, Wait(-1, 0)
+            else:
+                event = yield Several(tuple(wait for _, wait in running.values()), pause if waiting else None)
+                if event is None:
+                    continue
+                attempt, (steps, _) = next(one for one in running.items() if one[1][1].fd == event.fd)
+                ready = event.events
+            if advance(attempt, steps, ready):
+                return attempt
+            if attempt not in running:
+                begun = 0.0  # the attempt failed: try the next address at once
+        if not failures:
+            raise httpx.ConnectError("the host has no address")
+        failures[-1].args = ("; ".join(dict.fromkeys(map(str, failures))),)  # each text once
+        raise failures[-1]
+    finally:
+        for attempt, (steps, _) in running.items():
+            steps.close()
+            attempt.close()

@@ -1,25 +1,19 @@
-"""Find the addresses of a host, and connect to the first that answers (Happy Eyeballs, RFC 8305).
-
-`resolve` and `race` are generators that yield the events to wait for; `drive` runs them.
-"""
+"""Find the addresses of a host. `resolve` is a generator that yields the events to wait for; `drive` runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from selectors import EVENT_READ
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import httpx
 
 from flashpoint._http import forked
-from flashpoint._http.drive import Several, Steps, Wait
+from flashpoint._http.drive import Steps, Wait
 
-ATTEMPT_DELAY = 0.25  # seconds until the next address is tried too; RFC 8305, section 5, recommends 250 ms
-SETUP_DELAY = 2.0  # like ATTEMPT_DELAY, if a server has accepted a connection: TLS needs several round trips
 Key: TypeAlias = tuple[str, int]
 
 
@@ -31,17 +25,6 @@ class Address(NamedTuple):
     protocol: int
     name: str
     address: Any
-
-
-class Attempt(Protocol):
-    """A connection that is being set up: `connected` says whether its host has accepted it."""
-
-    connected: bool
-
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=Attempt)
 
 
 class _Lookup:
@@ -122,60 +105,3 @@ def _interleaved(addresses: Sequence[Address]) -> list[Address]:
         queues.setdefault(each.family, []).append(each)
     longest = max(map(len, queues.values()), default=0)
     return [queue[i] for i in range(longest) for queue in queues.values() if i < len(queue)]
-
-
-def race(addresses: Sequence[Address], dial: Callable[[Address], tuple[C, Steps[None]]]) -> Steps[C]:
-    """Return the first connection that is set up. Try the next address after a delay, or when an attempt fails.
-
-    `dial` returns a new connection, and the steps that set it up. Raises httpx.ConnectError with all failures.
-    """
-    waiting, failures = list(addresses), list[httpx.TransportError]()
-    running: dict[C, tuple[Steps[None], Wait]] = {}
-    begun = 0.0  # time of the latest attempt
-
-    def advance(attempt: C, steps: Steps[None], ready: int | None) -> bool:
-        """Run an attempt until it waits or fails. Return whether the connection is set up."""
-        try:
-            wait = steps.send(ready)
-            assert isinstance(wait, Wait)
-            running[attempt] = steps, wait
-        except StopIteration:
-            del running[attempt]
-            return True
-        except httpx.TransportError as error:
-            del running[attempt]
-            attempt.close()
-            failures.append(error)
-        return False
-
-    try:
-        while waiting or running:
-            delay = SETUP_DELAY if any(each.connected for each in running) else ATTEMPT_DELAY
-            pause = begun + delay - time.monotonic() if running else 0.0
-            if waiting and pause <= 0:
-                begun = time.monotonic()
-                try:
-                    attempt, steps = dial(waiting.pop(0))
-                except OSError as error:  # no descriptor is left, or this machine does not have the address family
-                    failures.append(httpx.ConnectError(str(error)))
-                    continue
-                running[attempt] = steps, Wait(-1, 0)
-                ready = None
-            else:
-                event = yield Several(tuple(wait for _, wait in running.values()), pause if waiting else None)
-                if event is None:
-                    continue
-                attempt, (steps, _) = next(one for one in running.items() if one[1][1].fd == event.fd)
-                ready = event.events
-            if advance(attempt, steps, ready):
-                return attempt
-            if attempt not in running:
-                begun = 0.0  # the attempt failed: try the next address at once
-        if not failures:
-            raise httpx.ConnectError("the host has no address")
-        failures[-1].args = ("; ".join(dict.fromkeys(map(str, failures))),)  # each text once
-        raise failures[-1]
-    finally:
-        for attempt, (steps, _) in running.items():
-            steps.close()
-            attempt.close()

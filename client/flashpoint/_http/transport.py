@@ -18,8 +18,8 @@ from collections.abc import Callable
 import httpx
 
 from flashpoint._http import forked, proxies
-from flashpoint._http.connection import Connection, Target
-from flashpoint._http.dial import Address, race, resolve
+from flashpoint._http.connection import Connection, Target, race
+from flashpoint._http.dial import resolve
 from flashpoint._http.drive import Steps, readable, run, run_async
 from flashpoint._http.http1 import Reply
 
@@ -50,15 +50,11 @@ class _Origin:
         route = self._route()
         to = (self._host, self._port) if route.proxy is None else (route.proxy.host, route.proxy.port)
 
-        def dial(address: Address) -> tuple[Connection, Steps[None]]:
-            connection = Connection(address, route)
-            return connection, connection.open()
-
         try:
             addresses = yield from resolve(*to)
         except httpx.ConnectError as error:
             raise (error if route.proxy is None else httpx.ProxyError(f"{route.proxy}: {error}")) from error
-        return (yield from race(addresses, dial))
+        return (yield from race(addresses, route))
 
     def _route(self) -> Target:
         """Return the `Target` of the server. The system's certificates are loaded for the first connection."""

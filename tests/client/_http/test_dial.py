@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint._http import dial
+from flashpoint._http import connection, dial
 from tests.support.framed import Q, echo
 from tests.support.proxies import ProxyServer
 
@@ -65,7 +65,7 @@ def test_a_silent_address_does_not_keep_the_next_one_from_being_tried(raw, conne
 
 
 def test_a_refused_address_does_so_at_once(raw, connect, names, monkeypatch):
-    monkeypatch.setattr(dial, "ATTEMPT_DELAY", 3600.0)
+    monkeypatch.setattr(connection, "ATTEMPT_DELAY", 3600.0)
     server = raw(echo)
     names({"two.example": [refusing(), ("127.0.0.1", server.port)]})
     assert np.array_equal(connect(f"http://two.example:{server.port}").attention(Q, Q, Q), Q)
@@ -74,7 +74,7 @@ def test_a_refused_address_does_so_at_once(raw, connect, names, monkeypatch):
 def test_over_tls_an_address_that_is_silent_after_it_accepted_does_not_either(
     raw, connect, names, tls_server, monkeypatch
 ):
-    monkeypatch.setattr(dial, "SETUP_DELAY", 0.1)
+    monkeypatch.setattr(connection, "SETUP_DELAY", 0.1)
     over = threading.Event()
     mute, server = raw(lambda connection: over.wait(60)), raw(echo, tls=tls_server)
     names({"localhost": [("127.0.0.1", mute.port), ("127.0.0.1", server.port)]})
@@ -98,7 +98,7 @@ def test_a_proxy_with_a_silent_address_does_not_either(
 
 
 def test_the_attempts_that_lost_are_closed(raw, connect, names, tls_server, monkeypatch):
-    monkeypatch.setattr(dial, "SETUP_DELAY", 0.1)
+    monkeypatch.setattr(connection, "SETUP_DELAY", 0.1)
     closed = threading.Event()
 
     def mute(connection):

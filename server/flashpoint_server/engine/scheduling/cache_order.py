@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest
 
 
-class Uses(Protocol):
-    """A call. `caches` are the serial numbers of the caches that it uses, without repetition."""
-
-    @property
-    def caches(self) -> tuple[int, ...]: ...
-
-
-U = TypeVar("U", bound=Uses)
-
-
-class CacheQueue(Generic[U]):
+class CacheQueue:
     """A queue (`line`) for each cache. A call may run when it is the first in the queues of all its caches.
 
     A call joins all its queues at once, so there can be no deadlock.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[int, deque[U]] = {}
-        self._waiting: dict[U, None] = {}
+        self._lines: dict[int, deque[EngineRequest]] = {}
+        self._waiting: dict[EngineRequest, None] = {}
 
-    def join(self, call: U) -> bool:
+    def join(self, call: EngineRequest) -> bool:
         """Add a call to the queues of its caches. Return whether it may run now."""
         for serial in call.caches:
             self._lines.setdefault(serial, deque()).append(call)
@@ -36,10 +27,10 @@ class CacheQueue(Generic[U]):
         self._waiting[call] = None
         return False
 
-    def leave(self, call: U) -> list[U]:
+    def leave(self, call: EngineRequest) -> list[EngineRequest]:
         """Remove a call that has ended or was cancelled. Return the calls that may run now."""
         self._waiting.pop(call, None)
-        behind: dict[U, None] = {}
+        behind: dict[EngineRequest, None] = {}
         for serial in call.caches:
             line = self._lines.get(serial)
             if line is None or call not in line:
@@ -54,9 +45,9 @@ class CacheQueue(Generic[U]):
             del self._waiting[other]
         return ready
 
-    def waiting(self, unwanted: Callable[[U], bool]) -> list[U]:
+    def waiting(self, unwanted: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
         """Return the waiting calls for which `unwanted` returns true."""
         return [call for call in self._waiting if unwanted(call)]
 
-    def _first(self, call: U) -> bool:
+    def _first(self, call: EngineRequest) -> bool:
         return all(self._lines[serial][0] is call for serial in call.caches)

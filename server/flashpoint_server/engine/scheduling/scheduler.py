@@ -106,7 +106,7 @@ class Scheduler:
         self._send_answer = answer
         self._wake = wake
         self._holder = holder
-        self._turns: CacheQueue[EngineRequest] = CacheQueue()
+        self._turns = CacheQueue()
         self._waiting: Waiting[EngineRequest | Group] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys whose kernels are compiled
         self._waiting_for_compile: dict[
