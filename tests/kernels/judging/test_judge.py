@@ -152,3 +152,11 @@ def test_a_required_property_that_was_not_tested_fails() -> None:
     report = judged(formula_in_float32, require=("deterministic",))  # one case: no call is repeated
     assert [p.standing for p in report.properties if p.name == "deterministic"] == ["not tested"]
     assert not report.ok
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("too_large_in_float16", "float16"), ("too_large_by_25", "bfloat16")])
+def test_a_factor_that_hides_in_the_rounding_is_found(name: str, dtype: str) -> None:
+    sizes = {"q_heads": 4, "kv_heads": 2, "q_len": 64, "kv_len": 96, "head_dim": 64}
+    report = judged(WRONG[name].function, only=sizes, dtype=dtype)
+    assert report.verdict == "wrong"
+    assert {failure.relation for failure in report.failures} == {"gain"}

@@ -1,5 +1,6 @@
 """Admission and the limits of API keys agree with a model: a refused or ended request leaves no count and no charge."""
 
+import time
 from types import SimpleNamespace
 from typing import get_args
 
@@ -35,7 +36,7 @@ class Admitting(RuleBasedStateMachine):
         self.now = 1000.0
         self.patch = pytest.MonkeyPatch()
         for module in (admission, limits):
-            self.patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+            self.patch.setattr(module, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: self.now}))
         memory = NamedMemory()
         groups = [WorkerGroup(memory, n, len(PROCESSES)) for n in PROCESSES]
         self.counts = [Counts(group) for group in groups]

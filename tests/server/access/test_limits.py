@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ def refused(call, *args):
 def clock(monkeypatch):
     """Replace the clock of the limits by a stopped one, and return it; a test sets its time, `clock.now`."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: clock.now}))
     return clock
 
 
@@ -105,6 +106,7 @@ def test_what_the_queue_refuses_costs_the_key_nothing():
 
 TAKER = """
 import sys
+import time
 from types import SimpleNamespace
 from flashpoint_server.access import limits
 from flashpoint_server.config.key_file import KeyEntry
@@ -112,7 +114,8 @@ from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.access.limits import Quota, Spent
 from flashpoint_server.refusal import Refusal
-limits.time = SimpleNamespace(monotonic=lambda: 1000.0)  # nothing comes back, and nobody waits too long for the lock
+# nothing comes back, and nobody waits too long for the lock
+limits.time = SimpleNamespace(**vars(time) | {"monotonic": lambda: 1000.0})
 entry = KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=0.5, flops_per_second=1 << 14)
 quota = Quota(entry, Spent("alice", WorkerGroup(NamedMemory(int(sys.argv[1])), int(sys.argv[2]))))
 quota.enter(0)

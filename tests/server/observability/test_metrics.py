@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import psutil
 
+from flashpoint_server.ipc.messages import Batch, Done, Holding
+from flashpoint_server.observability.metrics import Metrics
 from tests.support.messages import JSON, PATIENCE, message, normal, post, read_metrics
 from tests.support.servers import wait_for
 from tests.support.sockets import connect, nothing_inside, send
@@ -147,3 +150,36 @@ def test_the_lag_of_the_event_loop_is_measured(server):
     time.sleep(0.4)
     os.kill(server.pid, signal.SIGCONT)
     wait_for(lambda: read_metrics(server)["flashpoint_loop_lag_seconds_sum"] - before > 0.25, lambda: "no lag")
+
+
+ENGINE = SimpleNamespace(process=("engine-0", 7))
+
+
+def test_a_launch_is_counted_with_its_seconds_without_copies():
+    metrics = Metrics()
+    batch = Batch(flops=1000, padding=10, fill=0.5, splits=2)
+    done = Done(
+        1, {"backend": "cpu"}, 10.0, 12.0, 3, copy_in=0.25, copy_out=0.5, memory=77, launch=1, batch=batch, dropped=4
+    )
+    metrics.computed(ENGINE, done)
+    of = {"backend": "cpu"}
+    for name, labels, value in (
+        ("compute_seconds_total", of, 1.25), ("compute_flops_total", of, 1000), ("kernel_tflops", {}, 8e-10),
+        ("batch_size_sum", {}, 3), ("batch_fill_sum", {}, 0.5), ("padding_saved_flops_total", {}, 10),
+        ("out_of_memory_splits_total", {}, 2), ("device_memory_bytes", {}, 77),
+        ("log_lines_dropped_total", {"process": "engine-0"}, 4),
+    ):  # fmt: skip
+        assert metrics.registry.get_sample_value(f"flashpoint_{name}", labels) == pytest.approx(value), name
+
+
+def test_what_an_engine_held_is_shown_until_it_is_lost():
+    metrics, names = Metrics(), ("caches", "cache_bytes", "saved_forwards", "saved_bytes")
+
+    def shown():
+        return [metrics.registry.get_sample_value(f"flashpoint_{name}", {"engine": "engine-0"}) for name in names]
+
+    metrics.holding_changed(ENGINE, Holding(1, 20, 3, 40))
+    assert shown() == [1, 20, 3, 40]
+    metrics.lost(ENGINE)
+    assert shown() == [0, 0, 0, 0]
+    assert metrics.registry.get_sample_value("flashpoint_engine_restarts_total") == 1

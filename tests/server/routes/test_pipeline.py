@@ -108,9 +108,11 @@ def test_a_deadline_in_the_header_holds_on_each_route(gated):
             for n, (path, body, media) in enumerate(calls)
         }
         concurrent.futures.wait(late.values(), timeout=60)
-        assert {path: answer.result().status for path, answer in late.items() if answer.done()} == dict.fromkeys(
-            late, 504
-        )
+        answers = {at: answer.result() for at, answer in late.items() if answer.done()}
+    assert answers.keys() == late.keys()
+    for at, answer in answers.items():  # 429 if what is ahead is predicted to take longer than the time that is left
+        assert answer.status in (429, 504), at
+        assert b"deadline" in answer.body, (at, answer)
 
 
 @pytest.mark.parametrize("how", ["oom", "bug", "unread", "leaves"])
@@ -118,7 +120,10 @@ def test_a_forward_whose_answer_does_not_arrive_leaves_nothing_saved(gated, how)
     server = gated.server
 
     def held():
-        return {name: ask(server, "/info").json["caches"][name] for name in ("bytes", "saved")}
+        return [ask(server, "/info").json["caches"][name] for name in ("bytes", "saved")]
+
+    def no_more_than_before():
+        return all(now <= then for now, then in zip(held(), before, strict=True))
 
     nothing_inside(server)
     before, tensors = held(), {name: normal(1, 1, 4, 8, seed=seed) for seed, name in enumerate("qkv")}
@@ -138,4 +143,4 @@ def test_a_forward_whose_answer_does_not_arrive_leaves_nothing_saved(gated, how)
     else:
         assert post(server, "/attention", body, x_request_id=f"{how}-saving").status >= 500
     nothing_inside(server)
-    wait_for(lambda: held() == before, lambda: f"{held()} is left, and before it was {before}", seconds=20)
+    wait_for(no_more_than_before, lambda: f"{held()} is left, and before it was {before}", seconds=60)
