@@ -30,6 +30,7 @@ class Check:
     kernels: tuple[str, ...]
     grads: tuple[str, ...] = ()  # empty: the check runs the forward
     hopper: bool = False
+    stored: bool = False  # gradients store dS (FLASHPOINT_STORE_DS)
     split: bool = False  # few queries over many keys, which the kernels divide among programs
     pages: bool = False
     forks: bool = False  # all sequences share their pages of keys except the last page; each has one query
@@ -45,6 +46,11 @@ class Check:
 
 _GRADIENTS = ("attention_delta", "attention_backward_kv", "attention_backward_q")
 _GRADIENTS_HOPPER = ("attention_delta", "attention_backward_kv_hopper", "attention_backward_q_hopper")
+_STORED = ("attention_delta", "attention_backward_kv_hopper", "attention_backward_q_stored_hopper")
+_STORED_WIDE = (
+    "attention_delta", "attention_backward_v_hopper", "attention_backward_k_stored_hopper",
+    "attention_backward_q_stored_hopper",
+)  # fmt: skip
 _GRADS = ("dq", "dk", "dv")
 _LEVEL_1: dict[str, Any] = {"window": (100, 20), "softcap": 5.0}
 _BLOCKS: dict[str, Any] = {"causal": True, "block_size": (32, 32)}
@@ -55,6 +61,8 @@ CHECKS = {
     "backward_q": Check(("attention_delta", "attention_backward_q"), ("dq",)),
     "backward_kv_hopper": Check(("attention_delta", "attention_backward_kv_hopper"), ("dk", "dv"), hopper=True),
     "backward_q_hopper": Check(("attention_delta", "attention_backward_q_hopper"), ("dq",), hopper=True),
+    "backward_stored_hopper": Check(_STORED, _GRADS, hopper=True, stored=True),
+    "backward_wide_hopper": Check(_STORED_WIDE, _GRADS, hopper=True, stored=True, dims=(256, 256)),
     "merge": Check(("attention_forward", "merge_parts"), split=True),
     "packed_backward_q": Check(("attention_delta", "attention_backward_q"), ("dq",), split=True),
     "pages": Check(("attention_forward", "merge_parts"), split=True, pages=True),
@@ -80,6 +88,7 @@ CHECKS = {
     "repeats_backward": Check(_GRADIENTS, _GRADS, repeats=True),
     "repeats_forward_hopper": Check(("attention_forward_hopper",), hopper=True, repeats=True),
     "repeats_backward_hopper": Check(_GRADIENTS_HOPPER, _GRADS, hopper=True, repeats=True),
+    "repeats_backward_stored_hopper": Check(_STORED, _GRADS, hopper=True, stored=True, repeats=True),
     "float32": Check(("attention_forward",), dtype="float32"),
     "nano": Check(("nano_forward",)),
 }
@@ -89,7 +98,7 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
     """Run a check; return `ok`, the kernels that ran, each error with its bound, and the answers that changed."""
     check = CHECKS[task.name]
     tensors = _tensors(device, check)
-    with path_of_hopper(check.hopper):
+    with path_of_hopper(check.hopper, check.stored):
         answers, ran, options = _nano(tensors) if task.name == "nano" else _launched(tensors, check)
         changed = _changed(tensors, options, answers, device.sizes.repeats) if check.repeats else []
     verdict = verify(tensors, options, answers=answers)
@@ -99,9 +108,13 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
     return {"ok": ok, "kernels": ran, "missing": missing, "changed": changed, "errors": errors}
 
 
-def path_of_hopper(use_hopper: bool) -> AbstractContextManager[Any]:
-    """Return a context in which our Triton backend uses its kernels for Hopper, or else its general kernels."""
-    return mock.patch.dict(os.environ, FLASHPOINT_HOPPER=str(int(use_hopper)))
+def path_of_hopper(use_hopper: bool, stored: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which our Triton backend uses its kernels for Hopper, or else its general kernels.
+
+    `stored`: gradients for Hopper store dS.
+    """
+    switches = {"FLASHPOINT_HOPPER": str(int(use_hopper)), "FLASHPOINT_STORE_DS": str(int(stored))}
+    return mock.patch.dict(os.environ, switches)
 
 
 def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:

@@ -248,6 +248,24 @@ ISSUED = 4  # warp instructions that a multiprocessor issues in a cycle
 
 
 @named
+def stored_ds() -> str:
+    """Return a table of the kernels for Hopper in bfloat16, with stored dS and without it."""
+    found = json.loads((RESULTS / "compile-sm90.json").read_text())
+    rows = [
+        (
+            str(k["head_dim"]), f"`{k['kernel'].removesuffix('_hopper')}`",
+            f"{k['block_m']}×{k['block_n']}, {k['num_stages']}", str(k["registers"]),
+            f"{k['spill_bytes']}, {k['loop_spills']}", str(-(-k["shared_bytes"] // 1024)), str(k["loop"]),
+        )
+        for k in found["kernels"]
+        if k["kernel"].startswith("backward") and k["kernel"].endswith("_hopper")
+        and k["dtype"] == "bfloat16" and k["head_dim"] in (64, 128, 256)
+    ]  # fmt: skip
+    head = ("D", "kernel", "tile, stages", "registers", "spilled", "KiB", "instructions of the loop")
+    return f"\ntriton {found['triton']}:\n\n{table(head, sorted(rows, key=lambda row: (int(row[0]), row[1])))}"
+
+
+@named
 def decode() -> str:
     """Return the instructions of decoding per byte of keys and values that it reads, at D 128.
 

@@ -169,6 +169,15 @@ def _bounds() -> dict[str, tuple[Bound, ...]]:
                 "413 `work_too_large`",
                 ("server/access/test_admission.py#test_an_empty_tensor_hides_no_cost",),
             ),
+            Bound(
+                "[stored dS](../kernels.md#stored-ds) of a launch, with `--store-ds`; at least one key head",
+                ("workspace_bytes",),
+                "it is computed in chunks; 413 `work_too_large` if one does not fit beside the tensors",
+                (
+                    "server/access/test_admission.py#test_stored_ds_counts_while_it_is_on",
+                    "kernels/problems/test_workspace.py#test_no_launch_needs_more_than_was_predicted",
+                ),
+            ),
             Bound("D and Dv", f"{MAX_HEAD_DIM}, with [exceptions](../kernels.md#backends)", "422 `invalid_request`"),
             Bound("`window`; `dropout_seed`", "2³⁰; below 2⁶⁴", "422 `invalid_request`"),
             Bound("a verification", ("verify_flops",), "413 `work_too_large`"),

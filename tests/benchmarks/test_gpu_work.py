@@ -25,7 +25,7 @@ SHAPE = (1, 1, 20, 16)  # 20 queries: with fewer, the kernels would pack heads i
 SLOW_CHECKS = {
     "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
     "float32", "forward_hopper", "wide", "widest", "widest_split", "repeats_backward", "repeats_forward_hopper",
-    "repeats_backward_hopper",
+    "repeats_backward_hopper", "backward_stored_hopper", "backward_wide_hopper", "repeats_backward_stored_hopper",
 }  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 import ctypes
 import subprocess
+from typing import Any
 
 import pytest
+import torch
 
 from flashpoint_kernels import native
 from flashpoint_kernels.native import build
@@ -32,6 +34,19 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def hopper_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set FLASHPOINT_HOPPER=1, so that problems may use the Triton kernels for Hopper GPUs."""
     monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
+
+
+@pytest.fixture
+def stores_ds(hopper_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set FLASHPOINT_STORE_DS=1, so that gradients for Hopper store dS, and fill all new memory with NaN."""
+    monkeypatch.setenv("FLASHPOINT_STORE_DS", "1")
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **keywords: Any) -> torch.Tensor:
+        made = empty(*shape, **keywords)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.fixture(scope="session")

@@ -66,3 +66,11 @@ def test_forward(dim: int) -> None:
 def test_backward(dim: int, grads: tuple[str, ...]) -> None:
     kernel = "attention_backward_q_hopper" if grads == ("dq",) else "attention_backward_kv_hopper"
     check(tensors_of(dim), Options(causal=True, grads=grads), kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 256])
+def test_backward_with_stored_ds(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D 64 runs the kernel of dK and dV, D 256 those of dV and of dK; both run the kernel of dQ from stored dS."""
+    monkeypatch.setenv("FLASHPOINT_STORE_DS", "1")
+    check(tensors_of(dim), Options(causal=True), "attention_backward_q_stored_hopper")

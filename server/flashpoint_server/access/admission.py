@@ -250,12 +250,14 @@ class Admission:
         self._seconds[self._column] += after.seconds - before.seconds
 
 
-def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:
-    """Raise Refusal 413 if a request could never run on a device with `memory` bytes, as far as its head shows."""
+def check_size(spec: Spec, memory: int, sequence_limit: int, workspace: int = 0) -> None:
+    """Raise Refusal 413 if a request could never run on a device with `memory` bytes, as far as its head shows.
+
+    `workspace` is the memory that its backend needs beside the tensors.
+    """
     if spec.batch > sequence_limit:
         raise Refusal("work_too_large", f"{spec.batch} sequences exceed the limit of {sequence_limit}")
-    if spec.footprint > memory:
+    if (needed := spec.footprint + workspace) > memory:
         raise Refusal(
-            "work_too_large",
-            f"the request needs at least {in_bytes(spec.footprint)}, and the device has {in_bytes(memory)}",
+            "work_too_large", f"the request needs at least {in_bytes(needed)}, and the device has {in_bytes(memory)}"
         )

@@ -14,6 +14,7 @@ from flashpoint_contract import wire
 from flashpoint_contract.options import NAME
 from flashpoint_contract.wording.hints import how_to_install
 from flashpoint_kernels.native import switches
+from flashpoint_kernels.problems import workspace
 from flashpoint_server.config import key_file, tls
 from flashpoint_server.config.content import content
 from flashpoint_server.config.hosts import host_name
@@ -29,7 +30,6 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 # milliseconds, and must fit in 31 bits.
 LONGEST = 1_000_000
 
-_SIZE = re.compile(r"([1-9]\d*) ?(KiB|MiB|GiB)")
 _INTEGER = re.compile(r"[+-]?\d[\d_]*(\.0*)?")
 
 
@@ -40,9 +40,7 @@ def _in_bytes(value: object) -> object:
     """
     if not isinstance(value, str) or _INTEGER.fullmatch(value.strip()):
         return value
-    if (size := _SIZE.fullmatch(value.strip())) is None:
-        raise ValueError("must be bytes, such as 4294967296 or 4GiB")
-    return int(size[1]) << {"KiB": 10, "MiB": 20, "GiB": 30}[size[2]]
+    return workspace.parse_size(value.strip())
 
 
 _SIZED = BeforeValidator(_in_bytes)
@@ -70,6 +68,10 @@ class Settings(BaseSettings):
     """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
     cpu_float32: bool = False
     """compute bfloat16 on the CPU in float32, without AMX: slower, with equal bits on all processors with AVX-512"""
+    store_ds: bool = False
+    """gradients on Hopper store dS, and compute dQ from it (docs/kernels.md); not measured on a GPU"""
+    workspace_bytes: Bytes = workspace.DEFAULT
+    """maximum bytes of stored dS of one launch, or of one key head if that has more; only with --store-ds"""
     kernels_off: Annotated[tuple[str, ...], NoDecode] = ()
     """comma-separated kernels that must not be used, such as amx.backward, avx512 or tiled (docs/operating.md)"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1

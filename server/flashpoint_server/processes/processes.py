@@ -18,6 +18,7 @@ import structlog
 
 from flashpoint_kernels import native
 from flashpoint_kernels.native import switches
+from flashpoint_kernels.problems import workspace
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.processes.parent import CANNOT_WORK
 
@@ -155,6 +156,7 @@ async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIter
     """
     environment = ENGINE_VARIABLES | os.environ  # the operator's values win
     environment |= {native.FLOAT32: str(settings.cpu_float32), switches.VARIABLE: ",".join(settings.kernels_off)}
+    environment |= {workspace.STORE: str(settings.store_ds), workspace.BYTES: str(settings.workspace_bytes)}
     async with AsyncExitStack() as inside:
         addresses = []
         for device in await devices(settings.device):

@@ -22,6 +22,7 @@ from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.problems.workspace import workspace_of
 from flashpoint_server.access.admission import Permit, check_size
 from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Permission
@@ -235,7 +236,9 @@ async def compute(request: RouteRequest, message: TensorMessage, direction: Dire
 def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
     """Return the name of the backend for a problem, and check the problem's size. Raises Refusal 413 and 422."""
     backend = choose_backend(spec, device.choices)
-    check_size(spec, device.memory, settings.sequence_limit)
+    stores_ds = settings.store_ds and backend == "triton"
+    workspace = workspace_of(spec, settings.workspace_bytes) if stores_ds else 0
+    check_size(spec, device.memory, settings.sequence_limit, workspace)
     return backend
 
 

@@ -15,8 +15,10 @@ from flashpoint_server.access.limits import Spent
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
 from flashpoint_server.ipc.memory import NamedMemory
+from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
+from flashpoint_server.routes.pipeline import choose
 
 
 def spec(q, k, v, dtype="float32", **options):
@@ -101,6 +103,27 @@ def test_an_empty_tensor_hides_no_cost():
     assert empty.output_bytes == 0
     with pytest.raises(Refusal):
         check_size(empty, memory=1 << 34, sequence_limit=10)
+
+
+def test_stored_ds_counts_while_it_is_on():
+    """A gradient on `triton` needs the workspace beside its tensors, once, and in chunks of a smaller setting less."""
+    shape = (1, 2, 1024, 64)
+    infos = dict.fromkeys(("q", "k", "v", "do"), TensorInfo("bfloat16", shape))
+    gradient = plan(infos, Options(backend="triton"), "backward")
+    tensors, of_head = 7 * 2 * 2 * 1024 * 64, 2 * 1024 * 1024
+    assert gradient.footprint == tensors
+
+    def chosen(memory, **settings):
+        gpu = DeviceInfo("cuda:0", "a GPU", memory, ("triton", "tiled", "reference"), 1e12)
+        return choose(Settings(**settings), gradient, gpu)
+
+    assert chosen(tensors) == "triton"
+    assert chosen(tensors + 2 * of_head, store_ds=True) == "triton"
+    assert chosen(tensors + of_head, store_ds=True, workspace_bytes=1) == "triton"
+    for memory, setting in ((tensors + 2 * of_head - 1, 1 << 30), (tensors + of_head - 1, 1)):
+        with pytest.raises(Refusal, match=f"needs at least {memory + 1} bytes") as caught:
+            chosen(memory, store_ds=True, workspace_bytes=setting)
+        assert (caught.value.status, caught.value.code) == (413, "work_too_large")
 
 
 def test_sequences_are_limited():

@@ -3,6 +3,7 @@
 import asyncio
 
 import psutil
+import pytest
 
 from flashpoint_server.processes import processes
 from flashpoint_server.processes.processes import Child
@@ -40,3 +41,13 @@ def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path
         assert not psutil.pid_exists(pid)
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_an_engine_stores_ds_as_the_settings_of_its_server_say(start_server):
+    server = start_server(environment={"FLASHPOINT_STORE_DS": "on"}, workspace_bytes="3MiB", device="cpu")
+    environment = psutil.Process(server.engine_pid).environ()
+    assert environment["FLASHPOINT_STORE_DS"] == "True"
+    assert environment["FLASHPOINT_WORKSPACE_BYTES"] == str(3 << 20)
+    environment = psutil.Process(start_server(device="cpu").engine_pid).environ()
+    assert (environment["FLASHPOINT_STORE_DS"], environment["FLASHPOINT_WORKSPACE_BYTES"]) == ("False", str(1 << 30))

@@ -65,6 +65,7 @@ class _Layout:
 
 
 NVMMASharedLayout = NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = _Layout
+DistributedLinearLayout = _Layout
 
 
 def arange(start: int, end: int, _layout: object) -> Any:
@@ -187,8 +188,14 @@ class _Shared:
     def index(self, at: int) -> _Shared:
         return _Shared(self.data[at], self.dtype)
 
-    def slice(self, start: int, length: int) -> _Shared:
-        return _Shared(self.data[start : start + length], self.dtype)
+    def slice(self, start: int, length: int, dim: int = 0) -> _Shared:
+        return _Shared(self.data[(slice(None),) * dim + (slice(start, start + length),)], self.dtype)
+
+    def load(self, _layout: object) -> Any:
+        """Return the tile's content. Unlike a product, a load reads at once: its tile must have arrived."""
+        if any(np.shares_memory(self.data, written) for written in _part.stage.copies):
+            raise RuntimeError("a tile is loaded into registers while a copy to it is under way")
+        return _tensor(self)
 
     def permute(self, order: Sequence[int]) -> _Shared:
         return _Shared(self.data.transpose([int(axis) for axis in order]), self.dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from flashpoint_kernels import Options, Problem
+from flashpoint_kernels import Options, Problem, run
 from flashpoint_kernels.problems.problem import with_forwards
 from flashpoint_kernels.triton_backend.host import config
 from flashpoint_kernels.triton_backend.host.launch import backward_calls, forward_calls
@@ -27,3 +28,23 @@ def backward_kernels(tensors: dict[str, torch.Tensor], options: Options) -> list
     problem = Problem.create(tensors, options, "backward")
     _, whole = with_forwards([problem])
     return [call.kernel.__name__ for call in backward_calls(whole, [{}]) if call.programs]
+
+
+def answers(
+    problems: list[Problem], order: list[int] | None = None, workspace: int | None = None
+) -> list[dict[str, Tensor]]:
+    """Run the problems in one launch, in an order, and return their answers in the problems' own order."""
+    with pytest.MonkeyPatch.context() as patch:
+        if workspace is not None:
+            patch.setenv("FLASHPOINT_WORKSPACE_BYTES", str(workspace))
+        for problem in problems:
+            for t in problem.outputs.values():
+                t.fill_(float("nan"))
+        run([problems[n] for n in order or range(len(problems))], "triton")
+    return [{name: t.clone() for name, t in problem.outputs.items()} for problem in problems]
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, t in actual.items():
+        assert torch.equal(t, expected[name]), name
+        assert not t.isnan().any(), name

@@ -9,7 +9,8 @@ from flashpoint_kernels.triton_backend.host import route, schedule
 def forget() -> None:
     """Empty every cache in which a call of attention looks up its route, plan or options."""
     for cached in (
-        route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists, spec._plan,
-        spec._planned, spec._features, spec._level, solving._remembered, solving.options_of, functional._remembered,
+        route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists,
+        schedule._stored_lists, spec._plan, spec._planned, spec._features, spec._level, solving._remembered,
+        solving.options_of, functional._remembered,
     ):  # fmt: skip
         getattr(cached, "cache_clear")()  # noqa: B009

@@ -32,6 +32,7 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     wait_empty,
     wait_full,
 )
+from flashpoint_kernels.triton_backend.hopper.stored import store_ds, stored_of
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.backward import ITEM
 from flashpoint_kernels.triton_backend.kernels.bounds import full_query_range, query_range
@@ -225,7 +226,11 @@ class KeyWork(NamedTuple):
 
 
 class KeyGroup(NamedTuple):
-    """A group of warps that multiplies half of a block of keys o_n (N / 2,); k and v are in shared memory."""
+    """A group of warps that multiplies half of a block of keys o_n (N / 2,), which begins at j0.
+
+    k and v are in shared memory, or with HOLD in registers. `stored` is the Stored of the group's first
+    query head, and None without STORE_DS.
+    """
 
     o_n: Any
     k: Any
@@ -233,6 +238,8 @@ class KeyGroup(NamedTuple):
     pipes: KeyPipes
     work: KeyWork
     seq: Sequence
+    j0: Any
+    stored: Any
 
 
 class KeyGradients(NamedTuple):
@@ -244,7 +251,7 @@ class KeyGradients(NamedTuple):
 
 @jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
-    """Store dk and dv of a block of keys, as `attention_backward_kv` does."""
+    """Store dk and dv of a block of keys, as `attention_backward_kv` does. STORE_DS: store dS, too (see stored.py)."""
     launched = Launched(
         table=table, floats=floats, items=items, heads=heads, head_dim=head_dim, value_dim=value_dim
     )  # fmt: skip
@@ -290,9 +297,12 @@ def find_keys(launched, C: tl.constexpr):
     j_last = gl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1
     lo, hi = query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
     full_lo, _full_hi = full_query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
-    lo = lo // C.BLOCK_M * C.BLOCK_M
-    blocks = gl.where(j0 < band.kv_len, gl.maximum((hi - lo + C.BLOCK_M - 1) // C.BLOCK_M, 0), 0)
+    UNIT: tl.constexpr = 64 if C.STORE_DS else C.BLOCK_M  # store whole tiles of dS
+    lo = lo // UNIT * UNIT
+    blocks = gl.where(j0 < band.kv_len, gl.maximum((hi - lo + UNIT - 1) // UNIT * (UNIT // C.BLOCK_M), 0), 0)
     cut = gl.minimum(gl.maximum((full_lo - lo + C.BLOCK_M - 1) // C.BLOCK_M, 0), blocks)
+    if C.STORE_DS:  # the dS of keys beyond the last must be 0: dQ multiplies it
+        cut = gl.where(j0 + C.BLOCK_N > band.kv_len, blocks, cut)
     return seq, KeyWork(j0=j0, lo=lo, blocks=blocks, cut=cut, group=group)
 
 
@@ -328,11 +338,16 @@ def key_consumer(pipes, work, seq, head_dim, value_dim, HALF: tl.constexpr, C: t
     j0 = work.j0 + HALF * ROWS
     o_n = j0 + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(C.BLOCK_M)))
     k, v = pipes.k.tiles.index(0).slice(HALF * ROWS, ROWS), pipes.v.index(0).slice(HALF * ROWS, ROWS)
-    group = KeyGroup(o_n=o_n, k=k, v=v, pipes=pipes, work=work, seq=seq)
+    stored = None
+    if C.STORE_DS:
+        stored = stored_of(t, kv_head * work.group, C)
     dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, product_layout(C.BLOCK_D))
     dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, product_layout(C.BLOCK_DV))
     sums = KeyGradients(dk=dk, dv=dv)
     mbarrier.wait(pipes.k.full.index(0), 0, pred=work.blocks > 0)
+    if C.HOLD:
+        k, v = k.load(operand_layout(C.BLOCK_M)), v.load(operand_layout(C.BLOCK_M))
+    group = KeyGroup(o_n=o_n, k=k, v=v, pipes=pipes, work=work, seq=seq, j0=j0, stored=stored)
     mbarrier.wait(pipes.q.full.index(0), 0, pred=work.blocks > 0)
     for nth in range(work.group):
         for nth_block in range(0, work.cut):
@@ -369,7 +384,10 @@ def add_queries(sums, group, nth, nth_block, CUT: tl.constexpr, C: tl.constexpr)
     # As in ../kernels/backward.py, neither keys beyond the last nor queries beyond the last are tested.
     weights = probabilities(s * (seq.scale * LOG2E), lse[None, :])
     if CUT:
-        weights = gl.where(visible_to(group.o_n[:, None], i0, within[None, :], seq.band, C), weights, 0.0)
+        seen = visible_to(group.o_n[:, None], i0, within[None, :], seq.band, C)
+        if C.STORE_DS:
+            seen = seen & (group.o_n < seq.band.kv_len)[:, None]
+        weights = gl.where(seen, weights, 0.0)
     delta = gl.load(p_stats + half + i0 + within)
     p = gl.convert_layout(cast(weights, C.DTYPE), operand_layout(C.BLOCK_DV))
     # Wait for the next tile here, not before its scores: ptxas moves no code across the wait. See
@@ -377,8 +395,11 @@ def add_queries(sums, group, nth, nth_block, CUT: tl.constexpr, C: tl.constexpr)
     wait_full(pipes.q, n + 1, C, pred=n + 1 < work.group * work.blocks)
     dv = wgmma(p, b_do, sums.dv, is_async=True)
     dp = wgmma_wait(1, [slopes])
-    ds = gl.convert_layout(cast(weights * (dp - delta[None, :]), C.DTYPE), operand_layout(C.BLOCK_D))
+    gradient = cast(weights * (dp - delta[None, :]), C.DTYPE)
+    ds = gl.convert_layout(gradient, operand_layout(C.BLOCK_D))
     dk = wgmma(ds, b_q, sums.dk, is_async=True)
+    if C.STORE_DS:
+        store_ds(gradient, group.stored, group.j0, nth, i0, C)
     dk, dv, ds, p = wgmma_wait(0, [dk, dv, ds, p])
     release(pipes.q, n, C)
     return KeyGradients(dk=dk, dv=dv)

@@ -58,6 +58,18 @@ def product_layout(columns):
 
 
 @constexpr_function
+def stored_layout(columns):
+    """Return the layout of a group's tile of dSᵀ, (64, columns), as it is stored: 16 bytes of a row a thread.
+
+    It is `product_layout` with the columns in the order of `stored_order`: each thread keeps its numbers.
+    """
+    reg_bases = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, at] for at in (32, 64) if at < columns]
+    return gl.DistributedLinearLayout(
+        reg_bases, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns]
+    )
+
+
+@constexpr_function
 def operand_layout(columns):
     """Return the layout of a product's first operand in registers; the product has `columns` columns."""
     return gl.DotOperandLayout(0, product_layout(columns), 2)
@@ -178,6 +190,19 @@ def operand(x, OPERAND: tl.constexpr, C: tl.constexpr):
 
 
 @jit
+def stored_order(x, COLUMNS: tl.constexpr):
+    """Return a group's tile (64, COLUMNS) in `stored_layout`: in each 32 columns, 8k + 2c + b is at 8c + 2k + b."""
+    x = x.reshape([64, COLUMNS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, COLUMNS])
+    return gl.convert_layout(x, stored_layout(COLUMNS))
+
+
+@jit
+def stored_column(at):
+    """Return the column that `stored_order` puts at `at`."""
+    return at // 32 * 32 + (at // 2 % 4) * 8 + (at // 8 % 4) * 2 + at % 2
+
+
+@jit
 def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
     """Load the tiles of two pipes alternately, starting with the last keys."""
     for n in range(work.first, work.end):
@@ -189,13 +214,19 @@ def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
 
 
 @jit
-def store_rows(x, rows, first, valid, C: tl.constexpr):
-    """Store x to the Rows of a head from row `first` on. Rows from `valid` on are padding and become 0."""
+def store_rows(x, rows, first, valid, C: tl.constexpr, PERMUTED: tl.constexpr = False):
+    """Store x to the Rows of a head from row `first` on. Rows from `valid` on are padding and become 0.
+
+    PERMUTED: the rows of x are in the order of `stored_order`.
+    """
     ROWS: tl.constexpr = x.shape[0]
     BLOCK_D: tl.constexpr = x.shape[1]
     W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])  # 16 bytes a thread
     x = gl.convert_layout(cast(x, C.DTYPE), W)
-    o_m = first + gl.arange(0, ROWS, gl.SliceLayout(1, W))
+    o_m = gl.arange(0, ROWS, gl.SliceLayout(1, W))
+    if PERMUTED:
+        o_m = stored_column(o_m)
+    o_m = first + o_m
     o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, W))
     x = gl.where((o_m < valid)[:, None], x, 0.0)
     m_rows = (o_m < rows.length)[:, None]

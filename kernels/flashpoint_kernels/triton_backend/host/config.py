@@ -196,6 +196,15 @@ def carries_float32(name: str, block_d: int, block_dv: int) -> bool:
     return (name == "forward" and block_dv <= 128) or (name == "backward_q" and block_d == 128)
 
 
+def stores(name: str, block_d: int, block_dv: int) -> dict[str, bool]:
+    """Return Constants.STORE_DS and HOLD of a kernel for Hopper, by the name of its tile in `Config`.
+
+    A product reads its first operand from registers or from shared memory. With 64 columns, products that read both
+    operands from shared memory wait for it. At D 128, registers that hold V spill others in the loop.
+    """
+    return {"STORE_DS": True, "HOLD": max(block_d, block_dv) <= 64} if name.endswith("_storing") else {}
+
+
 # If it is set, its properties replace those of every device: ahead.py compiles for a GPU that is not in the machine.
 stand_in: Chip | None = None
 

@@ -48,6 +48,11 @@ class Config:
     few_queries: int = 64
     least_keys: int = 256
     least_programs: int = 128
+    # Tiles of the kernels for Hopper that store dS or read it (`storing` and `stored`), see HOPPER.
+    backward_kv_storing: Tile = Tile(64, 128, 4)
+    backward_v_storing: Tile = Tile(32, 128, 4)
+    backward_k_stored: Tile = Tile(64, 128, 4, 4)
+    backward_q_stored: Tile = Tile(256, 128, 4)
     one_stage: tuple[str, ...] = ()  # kernels whose packed blocks of 64 rows use no asynchronous copies
 
     def without_copies(self) -> Config:
@@ -267,12 +272,24 @@ TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM
 # FlashAttention-3's three groups, and at D 256 the power of two below its 80 keys. The backward's tiles are the largest
 # that do not spill (at D 128, twice the size spills 136 bytes in dQ and 112 in dK with dV). dQ uses two tiles of keys
 # at a time, so only a third stage can be loaded meanwhile. At D 256 two accumulators need more registers than a group
-# has.
+# has, so its gradients have no such kernels unless dS is stored.
+#
+# `storing` kernels also store dS, and `stored` kernels read it, in tiles of 128 keys and 64 queries (hopper/stored.py).
+# At D 256 a kernel has one accumulator, so dV and dK have a kernel each. These tiles have not run on a GPU.
 HOPPER = {
-    64: {"forward": Tile(128, 128, 4), "backward_kv": Tile(64, 128, 4), "backward_q": Tile(128, 128, 4, 3)},
-    128: {"forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4, 3)},
-    256: {"forward": Tile(128, 64, 4)},
-}
+    64: {
+        "forward": Tile(128, 128, 4), "backward_kv": Tile(64, 128, 4), "backward_q": Tile(128, 128, 4, 3),
+        "backward_kv_storing": Tile(64, 128, 4), "backward_q_stored": Tile(256, 128, 4),
+    },
+    128: {
+        "forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4, 3),
+        "backward_kv_storing": Tile(32, 128, 4, 3), "backward_q_stored": Tile(256, 128, 4),
+    },
+    256: {
+        "forward": Tile(128, 64, 4), "backward_v_storing": Tile(32, 128, 4), "backward_k_stored": Tile(64, 128, 4, 4),
+        "backward_q_stored": Tile(128, 128, 4),
+    },
+}  # fmt: skip
 
 
 FENCES = (3, 7, 1)  # the first release that orders asynchronous copies before products (see ptx.py)

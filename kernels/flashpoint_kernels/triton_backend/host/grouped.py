@@ -14,6 +14,7 @@ from torch import Tensor
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.triton_backend.host.calls import Call, Code
 from flashpoint_kernels.triton_backend.host.route import Route
+from flashpoint_kernels.triton_backend.host.stored import Pieces
 from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
 from flashpoint_kernels.triton_backend.kernels import columns
 
@@ -78,13 +79,17 @@ class Launch:
         self.heads = max([p.spec.q_heads for p in problems])
         self.kv_heads = max([p.spec.kv_heads for p in problems])
         self.upload = Upload(self.device)
+        self.pieces: Pieces | None = None
 
     @cached_property
     def _tables(self) -> tuple[int, int]:
         """Return the upload's indices of the joint table's integers and of its floats."""
         if self.problems[0].spec.direction == "backward":
             self.stats = self.place_stats(self.ints)
-        return self.upload.add(self.ints), self.upload.add(self.scalars)
+        ints, floats = self.ints, self.scalars
+        if self.pieces is not None:
+            ints, floats = np.concatenate([ints, self.pieces.table(ints)]), floats[self.pieces.of_table]
+        return self.upload.add(ints), self.upload.add(floats)
 
     @property
     def scalars(self) -> np.ndarray:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashpoint_kernels.problems import workspace
 from flashpoint_kernels.problems.problem import Problem, with_forwards
 from flashpoint_kernels.triton_backend.host import lists
 from flashpoint_kernels.triton_backend.host.calls import Call, Code, run_calls, start_compiling
-from flashpoint_kernels.triton_backend.host.config import carries_float32, exact, parts_of, takes_hopper
+from flashpoint_kernels.triton_backend.host.config import carries_float32, exact, parts_of, stores, takes_hopper
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.host.grouped import Launch
 from flashpoint_kernels.triton_backend.host.route import (
@@ -32,8 +33,10 @@ from flashpoint_kernels.triton_backend.host.schedule import (
     forward_lists,
     gradient_lists,
     mask_parts,
+    stored_lists,
 )
 from flashpoint_kernels.triton_backend.host.sharing import Cascade, shared_parts
+from flashpoint_kernels.triton_backend.host.stored import Pieces, StoredWork, is_stored
 from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
 from flashpoint_kernels.triton_backend.kernels.backward import (
     attention_backward_kv,
@@ -111,7 +114,8 @@ def _union(problems: Sequence[Problem]) -> Iterator[Call]:
     yield from _union_of_forward(forwards)
     for launch in _launches(whole, map(scratch_of, whole), None):
         queries = dict.fromkeys((0, *launch.config.packed_rows), _one(2))
-        yield from _backward(launch, Gradients(_one(2), _one(2), queries), _one(2))
+        chunks = [StoredWork(_one(2), _one(2), _one(2), 1, 1)] if _stores(launch.route) else []
+        yield from _backward(launch, Gradients(_one(2), _one(2), queries), chunks, _one(2))
 
 
 def _union_of_forward(problems: Sequence[Problem]) -> Iterator[Call]:
@@ -242,6 +246,7 @@ def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
     def make() -> tuple[Tile, dict[str, Any]]:
         tile: Tile = getattr(route.config, name)
         of_kernel = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        of_kernel |= stores(name, *route.block_dims)
         return tile, route.shared(*OF_HOPPER) | of_kernel | {"CARRY_FLOAT32": carries_float32(name, *route.block_dims)}
 
     return route.code(kernel, name, make)
@@ -252,11 +257,15 @@ def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -
 
     `name` is the name of its tile in `Config`.
     """
-    from flashpoint_kernels.triton_backend.hopper import backward
+    from flashpoint_kernels.triton_backend.hopper import backward, stored, wide
 
     kernels = {
         "backward_kv": backward.attention_backward_kv_hopper,
         "backward_q": backward.attention_backward_q_hopper,
+        "backward_kv_storing": backward.attention_backward_kv_hopper,
+        "backward_v_storing": wide.attention_backward_v_hopper,
+        "backward_k_stored": wide.attention_backward_k_stored_hopper,
+        "backward_q_stored": stored.attention_backward_q_stored_hopper,
     }
     if not len(items):
         return
@@ -281,24 +290,32 @@ def backward_calls(
 ) -> Iterator[Call]:
     """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem."""
     for launch in _launches(problems, scratch, tiles):
-        work = gradient_lists(launch.shapes, launch.config)
-        queries = {rows: _asked(launch, items, "dq") for rows, items in work.queries.items()}
+        work, stored = gradient_lists(launch.shapes, launch.config), _stored(launch)
+        keys = _asked(launch, work.keys[~stored[work.keys[:, 0]]], "dk", "dv")
+        queries = {
+            rows: _asked(launch, items[~stored[items[:, 0]]], "dq") for rows, items in work.queries.items()
+        }  # fmt: skip
         first_and_count = [
             (first, len(problem.rows))
             for problem, first in zip(launch.problems, launch.first_row, strict=False)
             if "dsinks" in problem.outputs
         ]
         sinks = np.array(first_and_count, np.int32).reshape(-1, 2)
-        yield from _backward(launch, Gradients(work.delta, _asked(launch, work.keys, "dk", "dv"), queries), sinks)
+        yield from _backward(launch, Gradients(work.delta, keys, queries), _chunks(launch), sinks)
 
 
-def _backward(launch: Launch, work: Gradients, sinks: np.ndarray) -> Iterator[Call]:
-    """Yield the backward's calls; `sinks` has the first row and the number of rows of problems that request dsinks."""
+def _backward(launch: Launch, work: Gradients, chunks: Iterable[StoredWork], sinks: np.ndarray) -> Iterator[Call]:
+    """Yield the backward's calls. `work` is without the sequences whose dS is stored, which are in `chunks`.
+
+    `sinks` has the first row and the number of rows of problems that request dsinks.
+    """
     route, config = launch.route, launch.config
     delta = route.code(attention_delta, None, lambda: (config.delta, route.shared(*VALUES)))
     yield launch.call(
         delta, work.delta, launch.heads, lambda items: (launch.table, items, launch.heads, launch.dims[1])
     )
+    for each in chunks:
+        yield from _through_ds(launch, each)
     if "backward_kv" in route.of_hopper:
         yield from _gradient_hopper(launch, "backward_kv", work.keys, launch.kv_heads)
     else:
@@ -313,6 +330,49 @@ def _backward(launch: Launch, work: Gradients, sinks: np.ndarray) -> Iterator[Ca
     if len(sinks):
         code = route.code(attention_backward_sinks, None, lambda: (config.backward_q, {}))
         yield launch.call(code, sinks, launch.heads, lambda items: (launch.table, items, launch.heads))
+
+
+def _stores(route: Route) -> bool:
+    """Return whether sequences of a route may have stored dS: FLASHPOINT_STORE_DS is set, and it has the kernels."""
+    return "backward_q_stored" in route.of_hopper and workspace.stores_ds()
+
+
+def _stored(launch: Launch) -> np.ndarray:
+    """Return for each row of the table whether its dS is stored, and divide the heads of these rows into chunks.
+
+    Where dS is stored at all, only the sequence itself decides, and not which gradients are requested.
+    """
+    stored = np.zeros(len(launch.ints), bool)
+    if _stores(launch.route):
+        asking = [any(name in problem.outputs for name in ("dq", "dk", "dv")) for problem in launch.problems]
+        stored = is_stored(launch.shapes, launch.config)
+        stored &= np.repeat(asking, [len(problem.rows) for problem in launch.problems])
+        if stored.any():
+            launch.pieces = Pieces(launch.ints, stored, workspace.limit(), launch.device)
+    return stored
+
+
+def _chunks(launch: Launch) -> Iterator[StoredWork]:
+    """Yield the work of each chunk of heads whose dS is stored."""
+    if launch.pieces is None:
+        return
+    work = stored_lists(launch.shapes, launch.config)
+    keys, queries = _asked(launch, work.keys, "dk"), _asked(launch, work.queries, "dq")
+    for chunk in launch.pieces.chunks:
+        items = chunk.items(work.keys), chunk.items(keys), chunk.items(queries)
+        yield StoredWork(*items, chunk.heads, chunk.kv_heads)
+
+
+def _through_ds(launch: Launch, work: StoredWork) -> Iterator[Call]:
+    """Yield the calls that compute the gradients of a chunk, and store its dS in the workspace."""
+    for name, items, heads in (
+        ("backward_kv_storing", work.storing, work.kv_heads),
+        ("backward_v_storing", work.storing, work.kv_heads),
+        ("backward_k_stored", work.keys, work.kv_heads),
+        ("backward_q_stored", work.queries, work.heads),
+    ):
+        if name in launch.route.of_hopper:
+            yield from _gradient_hopper(launch, name, items, heads)
 
 
 def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, heads: int) -> Iterator[Call]:

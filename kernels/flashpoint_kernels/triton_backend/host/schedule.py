@@ -101,6 +101,16 @@ class Gradients(NamedTuple):
     queries: dict[int, np.ndarray]
 
 
+class StoredGradients(NamedTuple):
+    """The programs of gradients whose dS is stored: blocks of keys, and blocks of queries of one head.
+
+    The arrays are like those of `Gradients`. Sequences with packed blocks of queries have none.
+    """
+
+    keys: np.ndarray
+    queries: np.ndarray
+
+
 def forward_lists(shapes: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
     """Return the forward's programs: a list for each number of rows of packed blocks, and one for blocks of one head.
 
@@ -112,6 +122,11 @@ def forward_lists(shapes: np.ndarray, config: Config) -> tuple[ForwardList, ...]
 def gradient_lists(shapes: np.ndarray, config: Config) -> Gradients:
     """Return the backward's programs."""
     return _gradient_lists(shapes, config) if len(shapes) <= _FEW else _made_gradients(shapes, config)
+
+
+def stored_lists(shapes: np.ndarray, config: Config) -> StoredGradients:
+    """Return the programs of gradients whose dS is stored, as if that of every sequence was."""
+    return _stored_lists(shapes, config) if len(shapes) <= _FEW else _made_stored(shapes, config)
 
 
 def block_rows(shape: Shape, config: Config) -> np.ndarray:
@@ -237,6 +252,19 @@ def _made_gradients(shapes: np.ndarray, config: Config) -> Gradients:
 
 
 _gradient_lists = _Kept(_made_gradients)
+
+
+def _made_stored(shapes: np.ndarray, config: Config) -> StoredGradients:
+    shape, tile = Shape(*shapes.T), config.backward_q_stored
+    packed = block_rows(shape, config)
+    of_one_head = shape._replace(kv_rows=np.where(packed == 0, shape.kv_rows, 0))
+    return StoredGradients(
+        _key_list(of_one_head, config.backward_kv_storing),
+        _query_list(shape, np.where(packed == 0, _blocks(shape, packed, tile.block_m), 0), tile, 0),
+    )
+
+
+_stored_lists = _Kept(_made_stored)
 
 
 def _query_list(shape: Shape, count: np.ndarray, tile: Tile, rows: int) -> np.ndarray:

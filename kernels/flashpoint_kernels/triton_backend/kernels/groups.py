@@ -43,6 +43,8 @@ class Constants:
     - PAGED: keys and values are pages.
     - KEYS says how 8-bit keys and values are widened (see tiles.widened); None if they have DTYPE.
     - BLOCKS: there is a block mask, and the tiles come from a list (see blocks.py).
+    - STORE_DS: a kernel for Hopper of dK or dV stores dS, from which another kernel computes dQ (see hopper/stored.py).
+    - HOLD: that kernel has its keys and values in registers, not in shared memory (see config.stores).
     """
 
     LEVEL: int | None = None
@@ -65,6 +67,8 @@ class Constants:
     PAGED: bool | None = None
     KEYS: int | None = None
     BLOCKS: bool | None = None
+    STORE_DS: bool | None = None
+    HOLD: bool | None = None
 
     @cached_property
     def _hash(self) -> int:

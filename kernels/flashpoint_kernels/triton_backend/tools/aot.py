@@ -26,6 +26,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashpoint_kernels.triton_backend.hopper.backward import attention_backward_kv_hopper, attention_backward_q_hopper
 from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
+from flashpoint_kernels.triton_backend.hopper.stored import attention_backward_q_stored_hopper
+from flashpoint_kernels.triton_backend.hopper.wide import (
+    attention_backward_k_stored_hopper,
+    attention_backward_v_hopper,
+)
 from flashpoint_kernels.triton_backend.host.calls import compile_options
 from flashpoint_kernels.triton_backend.host.config import (
     carries_float32,
@@ -34,6 +39,7 @@ from flashpoint_kernels.triton_backend.host.config import (
     padded,
     parts_of,
     reloads,
+    stores,
     tiles,
 )
 from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, Tile
@@ -62,6 +68,10 @@ KERNELS = {
     "backward_q": attention_backward_q,
     "backward_kv_hopper": attention_backward_kv_hopper,
     "backward_q_hopper": attention_backward_q_hopper,
+    "backward_kv_storing_hopper": attention_backward_kv_hopper,
+    "backward_v_storing_hopper": attention_backward_v_hopper,
+    "backward_k_stored_hopper": attention_backward_k_stored_hopper,
+    "backward_q_stored_hopper": attention_backward_q_stored_hopper,
     "backward_mask": attention_backward_mask,
     "backward_sinks": attention_backward_sinks,
     "list_key_tiles": list_key_tiles,
@@ -78,10 +88,12 @@ _POINTERS = {
 }
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 _FORWARDS = ("forward", "cascade")
-_PRODUCTS = (*_FORWARDS, "backward_kv", "backward_q")
+_STORED = ("backward_kv_storing", "backward_v_storing", "backward_k_stored", "backward_q_stored")
+_PRODUCTS = (*_FORWARDS, "backward_kv", "backward_q", *_STORED)
 # How many tiles of a tensor one iteration of a kernel for Hopper reads, each from one stage of shared memory. Meanwhile
 # the other stages of its two tensors are loaded. An iteration of the kernel for dQ reads two tiles of keys.
-HELD = {"forward_hopper": 1, "backward_kv_hopper": 1, "backward_q_hopper": 2}
+HELD = {"forward_hopper": 1, "backward_q_hopper": 2}
+HELD |= {f"{name}_hopper": 1 for name in ("backward_kv", *_STORED)}
 
 
 @dataclass(frozen=True)
@@ -197,6 +209,7 @@ def build(variant: Variant, tile: Tile) -> Any:
         RELOAD=of_gradients and reloads(dtype, dim, value_dim), PACKED=rows > 0,
         CARRY_FLOAT32=carries_float32(kernel.removesuffix("_hopper"), block_d, padded(value_dim)) if hopper else None,
         PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys), BLOCKS=variant.kernel.endswith("_blocks"),
+        **stores(kernel.removesuffix("_hopper"), block_d, block_dv),
     )  # fmt: skip
     names = function.arg_names
     signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}
@@ -211,8 +224,9 @@ def faults(report: Report) -> list[str]:
     half, hopper = report.dtype != "float32", report.kernel.endswith("hopper")
     kernel = report.kernel.removesuffix("_hopper").removesuffix("_blocks")
     rows, columns = report.block_m, report.block_n
-    if kernel == "backward_kv":  # this kernel multiplies the transposed tile
+    if kernel.startswith(("backward_kv", "backward_v")):  # these kernels multiply the transposed tile
         rows, columns = columns, rows
+    scores = not kernel.endswith("_stored")  # these kernels read dS, and have no exponentials
     unspilled = half and report.level == 0 and report.head_dim <= 128
     product, found = MATRIX[report.arch], report.matrix_instructions
     loads_ahead = report.num_stages > (3 if report.paged else 1)  # see config._of_pages
@@ -236,7 +250,7 @@ def faults(report: Report) -> list[str]:
         (hopper and not report.copies, "no copies by descriptor"),
         (hopper and not report.specialised, "its warps have no roles"),
         # A thread has columns // 2 scores: the 128 threads of four warps compute 64 rows.
-        (hopper and report.beside < columns // 2, f"{report.beside} exponentials beside a product"),
+        (hopper and scores and report.beside < columns // 2, f"{report.beside} exponentials beside a product"),
     )
     return [fault for wrong, fault in checks if wrong]
 

@@ -4,7 +4,7 @@ from flashpoint_kernels.triton_backend.kernels import columns as col
 
 # The number of columns that follow a name's first one: the strides of a tensor, or the second number of BLOCK_SIZE.
 FOLLOWING = {
-    **dict.fromkeys(("Q", "K", "V", "O", "LSE", "DO", "DQ", "DK", "DV", "DLSE", "STATS"), 2),
+    **dict.fromkeys(("Q", "K", "V", "O", "LSE", "DO", "DQ", "DK", "DV", "DLSE", "STATS", "DS"), 2),
     **dict.fromkeys(("MASK", "DMASK", "K_SCALE", "V_SCALE", "BLOCKS"), 3), "BLOCK_SIZE": 1,
 }  # fmt: skip
 
