@@ -155,7 +155,9 @@ def main() -> int:
         for fault in chosen:
             row = found_by(tree, fault, asked.steps)
             rows.append(row)
-            print(f"{row['seconds']:7.1f} s  {row['id']:24} {row['by'] or 'NOT FOUND: ' + row['seen']}", flush=True)
+            equivalent = fault.get("equivalent")
+            missed = f"equivalent: {equivalent}" if equivalent else f"NOT FOUND: {row['seen']}"
+            print(f"{row['seconds']:7.1f} s  {row['id']:24} {row['by'] or missed}", flush=True)
             found = sum(bool(row["by"]) for row in rows)
             if asked.json:
                 table = {"bank": len(faults), "seed": asked.seed, "drawn": len(rows), "found": found, "faults": rows}

@@ -29,12 +29,13 @@ class Counted(flashpoint.Client):
 
     def __init__(self, server):
         super().__init__(server.url, timeout=240)
-        self.calls, self.held = [], held_since(server, "saved")
+        self.calls, self.sent, self.held = [], [], held_since(server, "saved")
 
     def _call(self, call):
         head = bytes(call.body[0]) if call.body else b""
         about = next((name for name in ("saved", "save") if f'"{name}"'.encode() in head), "")
         self.calls.append((call.method, call.path.split("/s")[0], about, call.size))
+        self.sent.append((call.path, about, call.timeout, call.headers.get("X-Priority")))
         return super()._call(call)
 
     def asked(self):
@@ -255,3 +256,11 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
         jax.grad(lambda q: jax.grad(lambda q: loss(q, k, v, save=True))(q).sum())(q)
     for one in client.held():
         client.delete_saved(one)
+
+
+def test_a_backward_from_a_saved_forward_has_the_timeout_and_the_priority_of_its_call(client):
+    q, k, v = (normal(*shape).requires_grad_() for shape in SHAPES.values())
+    flashpoint.torch.attention(q, k, v, client=client, save=True, timeout=123.0, priority=3).sum().backward()
+    assert client.sent[:2] == [
+        ("/attention", "save", 123.0, "3"), ("/attention/grad", "saved", 123.0, "3"),
+    ]  # fmt: skip

@@ -290,3 +290,12 @@ def test_an_interrupt_ends_every_thread(raw):
         thread.join()
         closed(*quiet)
         wait_for(lambda: threading.active_count() <= before, lambda: "a thread of the call is left")
+
+
+def test_a_shard_is_asked_as_often_as_the_client_with_most_retries_would(servers):
+    for server in servers[:2]:
+        server.script.extendleft([lambda h: h.problem(503)] * 2)
+    with flashpoint.Client(servers[0].url, retries=0) as one, flashpoint.Client(servers[1].url, retries=2) as other:
+        o = sharded.attention([one, other], Q, K, V, parts=(1, 1))
+    np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=1e-5)
+    assert sum(len(server.requests) for server in servers) == 5

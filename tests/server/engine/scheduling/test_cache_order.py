@@ -9,10 +9,13 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from flashpoint_server.engine.scheduling.cache_order import CacheQueue
 from tests.support.gated import GatedServer
 from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import wait_for
@@ -226,3 +229,32 @@ def test_the_caches_of_a_removed_key_are_freed_behind_the_calls_that_run(start_s
     for gone in (used, idle):
         problem(ask(server, f"/caches/{gone}", **bob), 410, "cache_lost")
     assert ask(server, f"/caches/{alices}", **alice).status == 200
+
+
+class Call(SimpleNamespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def test_each_call_runs_once_and_behind_all_before_it_on_its_caches():
+    """Calls on one to three of four caches come, end, and leave while they wait, in random order."""
+    draw, order, inside = random.Random(0), CacheQueue(), []  # `inside`: the calls that have not left, in their order
+
+    def starts(call):
+        assert not call.runs
+        assert not any(set(other.caches) & set(call.caches) for other in inside[: inside.index(call)])
+        call.runs = True
+
+    for _ in range(5000):
+        if len(inside) < 12 and draw.random() < 0.55:
+            inside.append(call := Call(caches=draw.sample(range(4), draw.randint(1, 3)), runs=False))
+            if order.join(call):
+                starts(call)
+        elif inside:
+            call = draw.choice(inside)
+            inside.remove(call)
+            for other in order.leave(call):
+                starts(other)
+        assert {*order.waiting(lambda _: True)} == {call for call in inside if not call.runs}
+        for n, call in enumerate(inside):
+            assert call.runs or any(set(other.caches) & set(call.caches) for other in inside[:n])
