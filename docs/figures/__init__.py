@@ -37,9 +37,19 @@ def every() -> dict[str, Callable[[], Figure]]:
         for kind in ("time", "roofline") if result["rows"] else ():
             found[f"{path.stem}-{kind}"] = partial(benchmark_figure, _job(result), kind)
     training = json.loads((RESULTS / "train-gpt.json").read_text())
-    draw = runpy.run_path(str(EXAMPLES / "train_gpt.py"))["draw"]
+    draw = _example("train_gpt")["draw"]
     found["train-gpt"] = partial(draw, training["curves"], figures.about(training))
+    flow, example = json.loads((RESULTS / "mean-flow.json").read_text()), _example("mean_flow")
+    runs = {way: example["Trained"](**run) for way, run in flow["runs"].items()}
+    found["mean-flow"] = partial(example["draw"], runs, figures.about(flow))
+    evicted = json.loads((RESULTS / "evict.json").read_text())
+    found["evict"] = partial(_example("evict")["draw"], evicted["shares"], evicted["whole"], figures.about(evicted))
     return found
+
+
+def _example(name: str) -> dict[str, Any]:
+    """Return the names that an example defines."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
 def _job(result: dict[str, Any]) -> BenchmarkJob:
