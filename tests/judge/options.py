@@ -14,7 +14,7 @@ from tests.judge.tiled import collected
 STEPS, CALLS, wrong = collected()
 
 
-@wrong("mask")
+@wrong("mask", "mask-missing")
 class mask_of_1024_keys(Full):
     """The mask hides nothing from key 1,024 on."""
 
@@ -64,7 +64,7 @@ class mask_of_first_head(Full):
         return mask[:, :1] if mask.ndim == 4 and mask.shape[0] == 1 else mask
 
 
-@wrong("mask")
+@wrong("mask", "mask-missing")
 class mask_of_decoding(Full):
     """With one query, the mask is ignored."""
 
@@ -117,7 +117,7 @@ class sink_without_maximum(Full):
         return sinks.clamp_max(4)
 
 
-@wrong("window", "window-offset")
+@wrong("window", "window-offset", "window-missing", "window-left")
 class window_of_decoding(Full):
     """With one query and more than 256 keys, the window is ignored."""
 
@@ -125,7 +125,7 @@ class window_of_decoding(Full):
         return super().visible(at, keys, causal, (-1, -1) if self.n == 1 and self.m > 256 else window)
 
 
-@wrong("window")
+@wrong("window", "window-tile")
 class window_of_whole_tiles(Full):
     """Beyond 1,024 keys, a window begins at a whole tile of 64 keys."""
 
@@ -160,7 +160,7 @@ class lengths_of_whole_tiles(Full):
         return ((lengths + 15) // 16 * 16).clamp_max(self.m)
 
 
-@wrong("softcap")
+@wrong("softcap", "softcap-missing")
 class softcap_of_decoding(Full):
     """With one query, the softcap is ignored."""
 
@@ -168,7 +168,7 @@ class softcap_of_decoding(Full):
         return super().capped(s, 0.0 if self.n == 1 else softcap)
 
 
-@wrong("softcap")
+@wrong("softcap", "softcap-missing")
 class softcap_with_mask(Full):
     """With a mask, the softcap is ignored."""
 
@@ -191,7 +191,7 @@ class path_without_lse(Full):
         return p.where(p > 1e-2, 0.0) if self.bare else p
 
 
-@wrong("without-lse")
+@wrong("without-lse", "causal-by-one")
 class causal_without_lse(Full):
     """If lse is not requested, a causal mask shows the next key."""
 

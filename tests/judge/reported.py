@@ -96,7 +96,7 @@ class keys_before_256(Tiled):
         return length - (length % 256 == 255)
 
 
-@wrong("causal", "query-limit")
+@wrong("causal", "query-limit", "causal-by-one")
 class causal_1024(Tiled):
     """With causal and 1,024 queries or more, a query sees the key after its own."""
 

@@ -1,9 +1,10 @@
-"""Make the cases on which a function is judged: sizes, options and values, and a covering array of them."""
+"""Make the cases on which a function is judged: sizes, options and values."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -164,7 +165,6 @@ def _case(values: str, shape: Sequence[int], **more: Any) -> Case:
     return Case(values=values, **sizes, **more)
 
 
-_WORK = 1 << 23  # with `quick`, a row of the covering array that needs so many more products must cover one more pair
 BASE = (2, 4, 2, 33, 77, 64)  # sizes of the cases in `relations.py`, which tests purity and unusual memory forms
 
 
@@ -198,47 +198,6 @@ def hostile(seed: int, quick: bool) -> Iterator[Case]:
         yield _case("sharp", (1, 2, 1, 33, 130, 64), causal=True, **exact)
 
 
-def options(seed: int, quick: bool) -> Iterator[Case]:
-    """Yield cases with one option each, and with the values that expose mistakes in that option.
-
-    With `quick`, each has one data type.
-    """
-    for number, case in enumerate(_with_options(seed, quick)):
-        if not quick or TYPES.index(case.dtype) == (number + number // len(TYPES) + seed) % len(TYPES):
-            yield case
-
-
-def _with_options(seed: int, quick: bool) -> Iterator[Case]:
-    for number, dtype in enumerate(TYPES):
-        more: dict[str, Any] = {"dtype": dtype, "seed": seed}
-        for scale in (0.3, 1.0, 0.04):
-            yield _case("normal", (1, 2, 1, 33, 77, 64), scale=scale, **more)
-        yield _case("normal", (1, 2, 2, 33, 77, 40), scale=0.25, causal=True, **more)
-        for window in ((16, 0), (5, 7), (0, 0), (64, -1), (-1, 9), (127, 0), (300, 300)):
-            yield _case("normal", (1, 4, 2, 40, 100, 32), window=window, **more)
-            if window[1] >= 0 or not quick:
-                yield _case("normal", (2, 4, 2, 100, 40, 64), window=window, **more)
-        yield _case("normal", (1, 4, 2, 40, 100, 32), window=(16, 0), causal=True, **more)
-        yield _case("normal", (1, 2, 2, 150, 150, 64), window=(31, -1), causal=True, **more)
-        yield _case("normal", (1, 1, 1, 70, 300, 64), window=(100, 20), **more)
-        yield _case("normal", (1, 2, 2, 33, 77, 64), softcap=2.0, causal=True, **more)
-        yield _case("normal", (1, 2, 2, 33, 77, 64), softcap=30.0, causal=True, **more)
-        yield _case("high", (1, 2, 2, 33, 77, 64), softcap=20.0, causal=True, **more)
-        yield _case("high", (1, 2, 2, 33, 77, 64), softcap=20.0, causal=True, window=(9, 0), **more)
-        yield _case("normal", (2, 4, 2, 33, 77, 64), softcap=5.0, scale=0.3, **more)
-        yield _case("sharp", (1, 2, 1, 70, 77, 64), softcap=5.0, **more)
-        yield _case("neg", (1, 2, 2, 33, 77, 64), softcap=15.0, **more)
-        for mask in ("bool", "float"):
-            yield _case("normal", (2, 4, 2, 33, 77, 64), mask=mask, **more)
-            yield _case("normal", (1, 2, 2, 70, 64, 40), mask=mask, causal=number == 1, **more)
-            yield _case("high", (2, 2, 2, 33, 77, 64), mask=mask, **more)
-            yield _case("normal", (3, 4, 4, 20, 33, 32), mask=f"{mask}-keys", **more)
-            yield _case("normal", (1, 4, 4, 33, 50, 32), mask=f"{mask}-heads", **more)
-        for extra in ("alibi_slopes", "sinks", "kv_lengths"):
-            yield _case("normal", (3, 4, 2, 33, 77, 64), extras=(extra,), **more)
-            yield _case("normal", (2, 4, 2, 33, 50, 64), extras=(extra,), causal=True, **more)
-
-
 def large(seed: int, quick: bool) -> Iterator[Case]:
     """Yield cases with many keys, queries, heads or programs."""
     more: dict[str, Any] = {"seed": seed}
@@ -262,8 +221,8 @@ CLASSES: dict[str, tuple[tuple[int, int], ...]] = {
     "around tiles": ((15, 17), (33, 31), (63, 65), (65, 63), (127, 129), (129, 127), (128, 128), (64, 64), (17, 33)),
     "several tiles": ((70, 200), (100, 150), (150, 100), (130, 190)),
     "multiples of 256": ((8, 256), (16, 512), (16, 768), (256, 40), (512, 24)),
-    "near multiples of 256": ((8, 255), (9, 513), (5, 257), (257, 33), (255, 40), (511, 17)),
-    "1,024 keys": ((6, 1024), (8, 1023), (5, 1025), (6, 2048), (4, 3072), (4, 1500), (4, 2047)),
+    "near multiples of 256": ((8, 255), (9, 513), (5, 257), (7, 511), (257, 33), (255, 40), (511, 17), (6, 767)),
+    "1,024 keys": ((6, 1024), (8, 1023), (5, 1025), (6, 2048), (4, 1500), (4, 2047), (4, 3072)),
     "4,096 keys": ((4, 4096), (5, 4200), (3, 4097), (4, 5120), (3, 6000)),
     "8,192 keys": ((3, 8192), (2, 8300), (3, 9000), (2, 9216)),
     "1,024 queries": ((1100, 40), (1024, 24), (1025, 33), (2048, 16), (2100, 20)),
@@ -276,6 +235,7 @@ _MANY = ((3, 48, 48), (4, 40, 8), (2, 70, 70), (9, 16, 2), (4, 34, 34))  # (batc
 _FEW = ((1, 2, 2), (2, 4, 2), (1, 8, 1), (3, 3, 3), (1, 16, 2), (2, 6, 3), (1, 16, 1), (1, 5, 1))
 _DIMS = ((64, 64), (128, 128), (72, 72), (32, 32), (104, 104), (16, 16), (112, 112), (96, 96), (80, 80), (48, 48),
          (192, 192), (40, 40), (256, 256), (64, 32), (120, 120), (88, 88), (32, 64))  # fmt: skip
+_DECODED = ((256, 256), (128, 128), (64, 64), (192, 192), (72, 72), (96, 64))
 _MASKS = tuple(f"-{form}{hidden}" for hidden in ("-tiles", "", "-empty") for form in ("one", "keys", "plane", "heads"))
 
 
@@ -296,30 +256,43 @@ def _options(draw: random.Random, m: int, *, narrow: bool = False) -> dict[str, 
     }  # fmt: skip
 
 
-def crossed(seed: int, quick: bool, takes: Iterable[str], ragged: bool) -> Iterator[Case]:
-    """Yield the cross of options and classes of lengths, and pairs of options.
+def crossed(
+    seed: int, quick: bool, takes: Iterable[str], ragged: bool, dtypes: Sequence[str] = TYPES
+) -> Iterator[Case]:
+    """Yield the cross of options and classes of lengths, and pairs of options, in the given types.
 
-    With `quick`, each combination has one data type, with or without gradients, so that each pair of two of option,
-    class, type and gradients occurs. Otherwise it has all six.
+    Each length of a class occurs. With `quick`, each combination has one data type, with or without gradients, so that
+    each pair of two of option, class, type and gradients occurs. Otherwise it has all of them.
     """
     draw, takes = random.Random(seed * 7919 + 5), set(takes)
-    kinds = [(dtype, forward) for dtype in TYPES for forward in (False, True)]
+    kinds = [(dtype, forward) for dtype in dtypes for forward in (False, True)]
     few, many, dims = (itertools.cycle(draw.sample(each, len(each))) for each in (_FEW, _MANY, _DIMS))
-    lengths = {name: itertools.cycle(draw.sample(each, len(each))) for name, each in CLASSES.items()}
+    of_decoding = itertools.cycle(draw.sample(_DECODED, len(_DECODED)))
     names = [name for name, given in _options(draw, 64).items() if Case(**given).options <= takes]
     short = [name for name in CLASSES if name not in (*_LONG, "many programs", "several blocks")]
-    rows: list[tuple[tuple[str, ...], str]] = [((name,), size) for name in names for size in CLASSES]
-    rows += [((name,), "several blocks") for name in names if "window" in name]  # strips of a block may see no key
-    rows += [(pair, draw.choice(short)) for pair in itertools.combinations(names[1:], 2)]
-    first = draw.randrange(6)
-    for number, (chosen, size) in enumerate(rows):
-        n, m = next(lengths[size])
+    first, widest = draw.randrange(6), (min(dtypes, key=TYPES.index), False)  # 16 bits hide one of many terms
+    rows: list[tuple[tuple[str, ...], str, tuple[int, int], tuple[str, bool]]] = []
+    for number, (size, lengths) in enumerate(CLASSES.items()):
+        shuffled = draw.sample(lengths, len(lengths))
+        for n in range(max(len(names), len(lengths))):
+            kind = kinds[(first + number + n + n // len(names)) % len(kinds)]
+            rows.append(((names[n % len(names)],), size, shuffled[n % len(lengths)], kind))
+        if "," in size:
+            rows.append(((draw.choice(names[:2]),), size, lengths[-1], widest))
+    for name in names:  # strips of a block may see no key
+        if "window" in name:
+            rows.append(((name,), "several blocks", draw.choice(CLASSES["several blocks"]), widest))
+    for pair in itertools.combinations(names[1:], 2):
+        rows.append((pair, "", draw.choice(CLASSES[draw.choice(short)]), draw.choice(kinds)))
+    for chosen, size, (n, m), kind in rows:
+        if len({"bool mask", "float mask"} & set(chosen)) > 1 or sum("window" in name for name in chosen) > 1:
+            continue
         batch, q_heads, kv_heads = next(many if size == "many programs" else few)
-        dim, value_dim = next(dims)
+        dim, value_dim = next(of_decoding if size == "one query" else dims)
         most = 48 if size == "many programs" or m > 6000 else 128 if size in _LONG and n > 1 else 256
         dim, value_dim = min(dim, most), min(value_dim, most)
         if size in _LONG and n > 1:
-            batch, q_heads, kv_heads = 1, 2, draw.choice((1, 2))
+            batch, q_heads, kv_heads = draw.choice(((1, 2, 2), (1, 2, 1), (1, 8, 1)))
         if size == "several blocks":
             batch, q_heads, kv_heads = draw.choice(((1, 1, 1), (1, 2, 1)))
         given: dict[str, Any] = {}
@@ -328,93 +301,14 @@ def crossed(seed: int, quick: bool, takes: Iterable[str], ragged: bool) -> Itera
             extras = given.get("extras", ()) + option.get("extras", ())
             given |= option | ({"extras": extras} if extras else {})
         values = "normal" if draw.random() < (0.25 if size in _LONG else 0.6) else "aimed"
-        if len({"bool mask", "float mask"} & set(chosen)) > 1 or sum("window" in name for name in chosen) > 1:
-            continue
-        start = first + number // len(CLASSES) + number % len(CLASSES)
-        kind = ("bfloat16", False) if size == "several blocks" else kinds[start % 6]  # gradients of 16 bits differ most
+        if size not in _LONG and draw.random() < (0.5 if "softcap" in given else 0.1):
+            values = draw.choice(("high", "neg", "sharp"))
+        if size == "several blocks":
+            kind = ("bfloat16" if "bfloat16" in dtypes else dtypes[0], False)  # gradients of 16 bits differ most
         for dtype, forward in [kind] if quick else kinds:
             given |= {"bare": draw.random() < 0.4, "unlike": ragged and draw.random() < 0.8}
             sizes = (max(batch, 4) if given["unlike"] else batch, q_heads, kv_heads, n, m, dim, value_dim)
             yield _case(values, sizes, dtype=dtype, forward=forward, seed=seed, **given)
-
-
-# Axes of the covering array. Lengths include multiples of a tile, others, one query, and fewer keys than queries.
-AXES: dict[str, tuple[Any, ...]] = {
-    "heads": ((2, 2), (4, 2), (6, 3), (5, 1), (8, 2)),
-    "lengths": ((64, 64), (33, 130), (128, 128), (1, 77), (40, 20), (100, 64), (130, 77), (257, 129)),
-    "dims": ((64, 64), (128, 128), (16, 16), (80, 80), (40, 40), (96, 96), (64, 32), (32, 64)),
-    "causal": (False, True),
-    "batch": (1, 2, 3),
-    "dtype": TYPES,
-    "option": ("none", "scale", "window", "softcap", "attn_mask", "alibi_slopes"),
-}
-
-
-def covering(seed: int, quick: bool, takes: Iterable[str]) -> list[Case]:
-    """Return cases in which each pair of values of two different axes occurs together.
-
-    Without `quick`, each triple of values of the axes heads, causal, lengths and dims also occurs. `takes` are the
-    options that the function accepts.
-    """
-    takes = set(takes)
-    axes = dict(AXES)
-    if quick:  # `large` already has such lengths
-        axes["lengths"] = tuple(each for each in AXES["lengths"] if max(each) < 200)
-    axes["option"] = tuple(each for each in AXES["option"] if each == "none" or each in takes)
-    if "causal" not in takes:
-        axes["causal"] = (False,)
-    names = list(axes)
-    wanted = {
-        tuple(sorted(pair)) for a, b in itertools.combinations(names, 2)
-        for pair in itertools.product([(a, v) for v in axes[a]], [(b, v) for v in axes[b]])
-    }  # fmt: skip
-    strong = ("heads", "causal", "lengths", "dims")
-    if not quick:
-        wanted |= {
-            tuple(sorted(each)) for three in itertools.combinations(strong, 3)
-            for each in itertools.product(*([(name, v) for v in axes[name]] for name in three))
-        }  # fmt: skip
-    generator = random.Random(seed * 7919 + 1)
-    rows = [_forced(axes, generator)] if "causal" in takes else []
-    for row in rows:
-        wanted -= _met(row, wanted)
-    while wanted:
-        start = dict(min(wanted, key=repr) if not rows else generator.choice(sorted(wanted, key=repr)[:8]))
-        tries = [start | {n: generator.choice(axes[n]) for n in names if n not in start} for _ in range(12)]
-        best = max(tries, key=lambda row: len(_met(row, wanted)) - (_work(row) / _WORK if quick else 0))
-        rows.append(best)
-        wanted -= _met(best, wanted)
-    return [_covered(row, seed + n) for n, row in enumerate(rows)]
-
-
-def _forced(axes: Mapping[str, Sequence[Any]], generator: random.Random) -> dict[str, Any]:
-    """Return a row that covering arrays of pairs may miss: grouped heads, causal, more queries than keys, and D 128."""
-    fixed = {"heads": (4, 2), "causal": True, "lengths": (40, 20), "dims": (128, 128), "option": "none"}
-    return fixed | {name: generator.choice(axes[name]) for name in ("batch", "dtype")}
-
-
-def _work(row: Mapping[str, Any]) -> int:
-    """Estimate how many multiplications attention needs for one row of the covering array."""
-    (n, m), (dim, value_dim) = row["lengths"], row["dims"]
-    return int(row["batch"] * row["heads"][0] * n * m * (dim + value_dim + 64))
-
-
-def _met(row: Mapping[str, Any], wanted: set[Any]) -> set[Any]:
-    pairs = sorted(row.items())
-    met = {tuple(each) for each in itertools.combinations(pairs, 2)} | {
-        tuple(each) for each in itertools.combinations(pairs, 3)
-    }
-    return met & wanted
-
-
-def _covered(row: Mapping[str, Any], seed: int) -> Case:
-    (q_heads, kv_heads), (q_len, kv_len), (dim, value_dim) = row["heads"], row["lengths"], row["dims"]
-    options: dict[str, dict[str, Any]] = {
-        "none": {}, "scale": {"scale": 0.3}, "window": {"window": (20, 0) if row["causal"] else (20, 11)},
-        "softcap": {"softcap": 3.0}, "attn_mask": {"mask": "float"}, "alibi_slopes": {"extras": ("alibi_slopes",)},
-    }  # fmt: skip
-    sizes = (row["batch"], q_heads, kv_heads, q_len, kv_len, dim, value_dim)
-    return _case("normal", sizes, dtype=row["dtype"], causal=row["causal"], seed=seed, **options[row["option"]])
 
 
 def edges(seed: int) -> Iterator[Case]:
@@ -443,28 +337,45 @@ def usual(seed: int) -> Iterator[Case]:
         yield _case("normal", (2, 4, 2, 33, 130, 64), dtype=dtype, causal=True, seed=seed)
 
 
-def listed(seed: int, *, quick: bool, takes: Iterable[str], ragged: bool = False) -> list[Case]:
-    """Return all cases without duplicates, in the order in which they are judged."""
+def listed(
+    seed: int, *, quick: bool, takes: Iterable[str], ragged: bool = False, dtypes: Sequence[str] = TYPES
+) -> list[Case]:
+    """Return all cases in these types without duplicates, in the order in which they are judged."""
     takes = set(takes)
-    cases = [*usual(seed), *hostile(seed, quick), *edges(seed), *options(seed, quick)]
-    cases += [*crossed(seed, quick, takes, ragged), *covering(seed, quick, takes), *large(seed, quick)]
-    kept = dict.fromkeys(
-        case for case in cases if case.options <= takes | {"causal"} and ("causal" in takes or not case.causal)
-    )
-    return list(kept)
+    cases = [*usual(seed), *hostile(seed, quick), *edges(seed), *crossed(seed, quick, takes, ragged, dtypes)]
+    cases = list(dict.fromkeys([*cases, *large(seed, quick)]))
+    return [case for case in cases if case.options <= takes and case.dtype in dtypes]
 
 
 def random_case(seed: int, takes: Iterable[str]) -> Case:
     """Return a case whose sizes, options and values all follow from the seed."""
-    generator = random.Random(seed)
-    takes = set(takes)
-    heads, dims = generator.choice(AXES["heads"]), generator.choice(AXES["dims"][:6])
-    n, m = generator.choice([1, 5, 33, 64, 100, 130, 257]), generator.choice([1, 7, 64, 77, 128, 200, 300])
-    option = generator.choice([each for each in AXES["option"] if each == "none" or each in takes])
-    row = {
-        "heads": heads, "dims": dims, "lengths": (n, m), "causal": "causal" in takes and generator.random() < 0.5,
-        "batch": generator.choice((1, 2, 3)), "dtype": generator.choice(TYPES), "option": option,
-    }  # fmt: skip
-    return replace(
-        _covered(row, seed), values=generator.choice([kind for kind in KINDS if kind != "massive"] + ["massive"])
-    )
+    draw, takes = random.Random(seed), set(takes)
+    n, m = draw.choice([1, 5, 33, 64, 100, 130, 257]), draw.choice([1, 7, 64, 77, 128, 200, 300])
+    options = [given for given in _options(draw, m).values() if Case(**given).options <= takes]
+    sizes = (*draw.choice(_FEW), n, m, *draw.choice(_DIMS))
+    return _case(draw.choice(list(KINDS)), sizes, dtype=draw.choice(TYPES), seed=seed, **draw.choice(options))
+
+
+def reseeded(case: Case, seed: int) -> Case:
+    """Return the case with its own seed, computed from its fields and from `seed`."""
+    return replace(case, seed=zlib.crc32(repr(replace(case, seed=seed)).encode()))
+
+
+def varied(case: Case, seed: int) -> Case:
+    """Return the case with lengths of the same kind that follow from `seed`, so that no function can know them.
+
+    Multiples of 16, the smallest lengths, and equal lengths stay what they are; other lengths keep their multiple.
+    """
+    draw = random.Random(reseeded(case, seed).seed)
+
+    def length(n: int) -> int:
+        return n if n < 17 or n % 16 in (0, 1, 15) else n // 16 * 16 + draw.randint(2, 15)
+
+    q_len, kv_len = length(case.q_len), length(case.kv_len)
+    if (
+        case.shape == (*BASE, BASE[-1])
+        or case.values.endswith("-exact")
+        or (q_len < kv_len) != (case.q_len < case.kv_len)
+    ):
+        return case
+    return replace(case, q_len=q_len, kv_len=q_len if case.q_len == case.kv_len else kv_len)

@@ -27,12 +27,11 @@ from flashpoint_contract.judging import (
     Verdict,
 )
 from flashpoint_kernels.judging import cases, dropping, relations, shapes, shrinking, signatures
-from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case
-from flashpoint_kernels.judging.exact.gain import Gain
+from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case, reseeded, varied
 from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of, unreadable
 from flashpoint_kernels.judging.signatures import UnusableError
-from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, reseeded, varied
+from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial
 
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
 _INTERPRETED = "Triton's interpreter computes with the bit patterns of bfloat16"
@@ -194,7 +193,7 @@ class _Judgement:
                 self.outcomes.append(trial.run(listed[0], "accuracy", **only["call"]))
             else:
                 self.accuracy(listed)
-                self.gains()
+                self.outcomes += list(relations.gains(self.outcomes))
             if relate:
                 self.relate()
         except StopError as error:
@@ -235,7 +234,8 @@ class _Judgement:
         An example of a relation: a repeated call has the same bits. Relations are tested only without `only`.
         """
         takes = self.trial.signature.options
-        listed = cases.listed(self.seed, quick=self.quick, takes=takes, ragged=self.trial.signature.ragged)
+        ragged = self.trial.signature.ragged
+        listed = cases.listed(self.seed, quick=self.quick, takes=takes, ragged=ragged, dtypes=self.dtypes)
         if only is not None and "seed" in only and "values" in only:
             return [Case.from_dict({n: v for n, v in only.items() if n != "call"})], False
         if only:
@@ -321,32 +321,6 @@ class _Judgement:
         known = other == case or other in self.tried or trial.signature.refuses(other) is not None
         self.tried.add(other)
         return None if known or not trial.affordable(other) else other
-
-    def gains(self) -> None:
-        """Find answers that are too large or too small by a factor over all calls of a type, or with an option."""
-        sums: dict[tuple[str, str, str], Gain] = {}
-        largest: dict[tuple[str, str, str], Outcome] = {}
-        for o in self.outcomes:
-            if o.relation != "accuracy" or o.case.values != "normal" or o.case.dtype == "float32" or o.failed:
-                continue
-            for name in (n for n in OUTPUTS if n in o.excess and o.answers[n].shape == o.limits[n].value.shape):
-                for option in ("", *o.case.options):
-                    key = (name, o.case.dtype, option)
-                    well = None if name in ("dk", "dv") or o.ill_rows is None else ~o.ill_rows
-                    sums.setdefault(key, Gain(name, o.case.dtype)).add(o.answers[name], o.limits[name].value, well)
-                    if key not in largest or largest[key].case.scores < o.case.scores:
-                        largest[key] = o
-        found = {key: gain for key, gain in sums.items() if gain.verdict != "right"}
-        for (name, dtype, option), gain in found.items():
-            if option and (name, dtype, "") in found:
-                continue
-            text = f"{gain}{f', with {option}' if option else ''}"
-            old = largest[name, dtype, option]
-            self.outcomes.append(
-                replace(
-                    old, relation="gain", mode=None, status=gain.verdict, text=text, answers={}, excess={}, strict={}
-                )
-            )
 
     def relate(self) -> None:
         trial = self.trial

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 
 from flashpoint_contract.judging import Property
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.cases import BASE, Case
+from flashpoint_kernels.judging.cases import BASE, OUTPUTS, Case, reseeded
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.exact.gain import Gain
-from flashpoint_kernels.judging.trial import Outcome, Trial, reseeded
+from flashpoint_kernels.judging.trial import Outcome, Trial
 
 _SECOND = ("ddq", "ddk", "ddv")
 VIEWS = ("transposed", "rows", "strided", "offset", "misaligned", "columns")
@@ -305,3 +305,26 @@ def repeated(trial: Trial, case: Case, within: float, times: int) -> Iterator[tu
     if outcome.failed:
         yield outcome, 0, False, False
     yield None, facts.get("calls", 0), facts.get("forward", 0) > 0, facts.get("gradient", 0) > 0
+
+
+def gains(outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
+    """Yield answers that are too large or too small by a factor over all calls of a type, or with an option."""
+    sums: dict[tuple[str, str, str], Gain] = {}
+    largest: dict[tuple[str, str, str], Outcome] = {}
+    for o in outcomes:
+        if o.relation != "accuracy" or o.case.values != "normal" or o.case.dtype == "float32" or o.failed:
+            continue
+        for name in (n for n in OUTPUTS if n in o.excess and o.answers[n].shape == o.limits[n].value.shape):
+            for option in ("", *o.case.options):
+                key = (name, o.case.dtype, option)
+                well = None if name in ("dk", "dv") or o.ill_rows is None else ~o.ill_rows
+                sums.setdefault(key, Gain(name, o.case.dtype)).add(o.answers[name], o.limits[name].value, well)
+                if key not in largest or largest[key].case.scores < o.case.scores:
+                    largest[key] = o
+    found = {key: gain for key, gain in sums.items() if gain.verdict != "right"}
+    for (name, dtype, option), gain in found.items():
+        if option and (name, dtype, "") in found:
+            continue
+        text = f"{gain}{f', with {option}' if option else ''}"
+        nothing: dict[str, Any] = {"mode": None, "answers": {}, "excess": {}, "strict": {}}
+        yield replace(largest[name, dtype, option], relation="gain", status=gain.verdict, text=text, **nothing)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from flashpoint_contract.judging import Failure
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.cases import ANSWERS, BASE, OUTPUTS, Case
+from flashpoint_kernels.judging.cases import ANSWERS, OUTPUTS, Case
 from flashpoint_kernels.judging.exact import bounds, places
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.process import EndedError, Worker
@@ -88,7 +86,7 @@ class Outcome:
         name = bad[0] if "o" in bad else max(bad, key=lambda n: ratios[n])
         limits, answer = self.limits[name], self.answers[name].double()
         ratio = limits.excess(self.answers[name], self.dtype_of(name))[0 if imprecise else 1]
-        at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+        at = tuple(int(i) for i in (ratio == ratio.max()).nonzero()[0])
         value, expected = float(answer[at]), float(limits.value[at])
         error = abs(value - expected) if math.isfinite(value - expected) else math.inf
         allowed, accurate = float(limits.allowed[at]), float(limits.accurate[at])
@@ -488,28 +486,3 @@ def exact(call: Call, *, gradients: bool) -> Exact:
         limits_and_rows = bounds.limits(call.problem, (*OUTPUTS, *masks) if gradients else OUTPUTS[:2])
         _cache.put(key, limits_and_rows)
     return limits_and_rows
-
-
-def reseeded(case: Case, seed: int) -> Case:
-    """Return the case with its own seed, computed from its fields and from `seed`."""
-    return replace(case, seed=zlib.crc32(repr(replace(case, seed=seed)).encode()))
-
-
-def varied(case: Case, seed: int) -> Case:
-    """Return the case with lengths of the same kind that follow from `seed`, so that no function can know them.
-
-    Multiples of 16, the smallest lengths, and equal lengths stay what they are; other lengths keep their multiple.
-    """
-    draw = random.Random(reseeded(case, seed).seed)
-
-    def length(n: int) -> int:
-        return n if n < 17 or n % 16 in (0, 1, 15) else n // 16 * 16 + draw.randint(2, 15)
-
-    q_len, kv_len = length(case.q_len), length(case.kv_len)
-    if (
-        case.shape == (*BASE, BASE[-1])
-        or case.values.endswith("-exact")
-        or (q_len < kv_len) != (case.q_len < case.kv_len)
-    ):
-        return case
-    return replace(case, q_len=q_len, kv_len=q_len if case.q_len == case.kv_len else kv_len)

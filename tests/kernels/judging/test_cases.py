@@ -49,6 +49,27 @@ def test_quick_has_long_cases_groups_masks_and_odd_dimensions() -> None:
         assert sum(case.batch * case.q_heads > 132 for case in cases) >= len(EVERY)
 
 
+def test_quick_has_each_length_for_a_function_of_few_options() -> None:
+    lengths = set(itertools.chain(*CLASSES.values()))
+    for seed, takes in itertools.product(range(5), (("causal",), ("causal", "window"), ())):
+        cases = list(crossed(seed, True, takes, False))
+        assert {(case.q_len, case.kv_len) for case in cases} == lengths
+        assert any(case.q_len == 1 and case.head_dim == 256 for case in cases)
+        in_float32 = [case for case in cases if case.dtype == "float32" and not case.forward]
+        assert max(case.q_len for case in in_float32) > 2048
+        assert max(case.kv_len for case in in_float32) > 8192
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_one_data_type_has_as_many_quick_cases_as_three(dtype: str) -> None:
+    cases = listed(2, quick=True, takes=EVERY, dtypes=(dtype,))
+    assert {case.dtype for case in cases} == {dtype}
+    for option in EVERY:
+        having = [case for case in cases if option in case.options]
+        assert {case.forward for case in having} == {True, False}
+        assert len({(case.q_len, case.kv_len) for case in having}) >= len(CLASSES)
+
+
 def test_sequences_of_ragged_cases_have_unlike_lengths() -> None:
     case = Case(batch=4, q_len=50, kv_len=90, unlike=True, seed=2)
     lengths = case.lengths

@@ -52,6 +52,8 @@ def known(case: Case) -> Iterator[Mistake]:
         if n != m:
             yield make("window-offset", "the window counts from the first key, not from the query's position", advice,
                 window_offset=False)  # fmt: skip
+        for tile in TILES if left > 0 else ():
+            yield make("window-tile", f"the window begins with a whole tile of {tile} keys", advice, window_tile=tile)
         if case.causal:
             yield make("window-causal", "causal is ignored where a window is given", advice, causal=False)
     advice = "multiply q·k by the scale once: the given one, or 1/sqrt(D)"
@@ -188,6 +190,24 @@ def known(case: Case) -> Iterator[Mistake]:
         yield make("alibi", "ALiBi counts queries from the first key", "the distance is |i + Sk - Sq - j|",
             alibi="absolute")  # fmt: skip
         yield make("alibi", "slopes are used in reverse order", "head h has slope h", alibi="reversed")
+        yield make("alibi", "the usual slopes are used, not the given ones", "read alibi_slopes", alibi="usual")
+        if case.q_heads > 32:
+            yield make("alibi", "heads from 32 on use the slopes of heads from 0 on", "head h has slope h",
+                alibi="mod 32")  # fmt: skip
+    if "kv_lengths" in case.extras:
+        advice = "hide keys from kv_lengths on, in the last tile, too"
+        yield make("kv-lengths", "kv_lengths are ignored", advice, lengths="none")
+        for tile in TILES:
+            yield make("kv-lengths", f"lengths of keys are rounded up to multiples of {tile}", advice, lengths=tile)
+    if "sinks" in case.extras:
+        advice = "add exp(sink - maximum) to the sum of weights once"
+        yield make("sinks", "sinks are ignored", advice, sinks="none")
+        for text, change in (
+            ("added twice, as in two splits of the keys", (1.0, math.log(2), math.inf)),
+            ("multiplied by the scale", (scale, 0.0, math.inf)), ("taken in base 2", (math.log(2), 0.0, math.inf)),
+            *((f"at most {most:g}", (1.0, 0.0, most)) for most in (0.0, 1.0, 4.0, 10.0)),
+        ):  # fmt: skip
+            yield make("sinks", f"sinks are {text}", advice, sinks=change)
     if case.causal and n > m:
         yield make("empty-rows", "rows without keys are not 0", "write 0 where no key is visible", fill=-1e30,
             empty=True)  # fmt: skip
@@ -263,10 +283,17 @@ def of_gradients(case: Case) -> Iterator[Mistake]:
         yield make("softcap-gradient", "the derivative of the softcap is missing", advice, softcap="no derivative")
         yield make("softcap-gradient", "the derivative of the softcap is taken at the capped score", advice,
             softcap="of the capped")  # fmt: skip
+    for limit in _LIMITS:
+        if limit < m:
+            yield make("gradient-key-limit", f"the backward ignores keys from {limit} on",
+                "check the loop's limit and the width of its index", keys=limit, tail_keys=limit)  # fmt: skip
+        if limit < n:
+            yield make("gradient-query-limit", f"the backward ignores queries from {limit} on", "check the grid's size",
+                rows=limit, tail_rows=limit)  # fmt: skip
     advice = "do not clip inside the kernel: gradients of real activations are large"
-    for limit in (1.0, 10.0, 100.0, 5.0, 2.0, 0.5, 0.1, 1e3, 1e4, 65504.0):
-        yield make("clamped-gradient", f"dS is clipped to [-{limit:g}, {limit:g}]", advice, ds_most=limit)
-        yield make("clamped-gradient", f"dP is clipped to [-{limit:g}, {limit:g}]", advice, dp_most=limit)
+    for most in (1.0, 10.0, 100.0, 5.0, 2.0, 0.5, 0.1, 1e3, 1e4, 65504.0):
+        yield make("clamped-gradient", f"dS is clipped to [-{most:g}, {most:g}]", advice, ds_most=most)
+        yield make("clamped-gradient", f"dP is clipped to [-{most:g}, {most:g}]", advice, dp_most=most)
     advice = "small weights count where do or v is large: skip none but those of hidden keys"
     for threshold in (1e-3, 1e-4, 1e-2, 1e-5, 1e-6, 2.0**-10, 2.0**-14, 2.0**-24):
         yield make("skipped-weights", f"the backward skips weights below {threshold:.2g}", advice, least=threshold)

@@ -7,17 +7,17 @@ and by the positions of wrong elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from flashpoint_contract.judging import Cause
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.cases import OUTPUTS
+from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.naming.matching import FEW, LEFT, WrongNumbers, causes_of, foretold, left_by_factor
 from flashpoint_kernels.judging.naming.mutants import Mistake
-from flashpoint_kernels.judging.naming.patterns import pattern
+from flashpoint_kernels.judging.naming.patterns import between, pattern
 from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 
@@ -60,6 +60,12 @@ def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
         for cause, explained in _beyond_accuracy(trial, outcomes, failed):
             named.append(replace(cause, explains=len(explained)))
             left = [o for o in left if o not in explained]
+        for name, code in (("dattn_mask", "mask-gradient"), ("dsinks", "sinks-gradient")):
+            if alone := [o for o in left if o.excess.get(name, 0.0) > 1 and not o.wrong_outputs]:
+                text = f"the gradient of {name[1:]} is wrong, and all other answers are right"
+                advice = "it is the sum over all that shares an element, without the scale"
+                named.append(Cause(code, text, advice, False, len(alone)))
+                left = [o for o in left if o not in alone]
         if gains := [o for o in left if o.relation == "gain"]:
             advice = "check roundings and factors that all elements share, such as the scale in 16 bits"
             named.append(Cause("gain", gains[0].text.partition(" over ")[0], advice, False, len(gains)))
@@ -326,20 +332,23 @@ def _mistakes(
         now = [o for o in explained if o in left]
         if not now:
             return
-        confirmed = _confirmed(trial, mistake, explained, outcomes)
-        if confirmed is None:
+        if (told := _confirmed(trial, mistake, explained, outcomes)) is None:
             continue
+        confirmed, where = told
         like = [o for o in numbers if o in now or (o not in simple and any(_alike(o, x) for x in now))]
-        yield Cause(mistake.code, mistake.text, mistake.advice, confirmed, 0), like
+        text = f"{mistake.text}, where {where}" if where else mistake.text
+        yield Cause(mistake.code, text, mistake.advice, confirmed, 0), like
         left = [o for o in left if o not in now]
 
 
 def _confirmed(
     trial: Trial, mistake: Mistake, explained: Sequence[Outcome], outcomes: Sequence[Outcome]
-) -> bool | None:
-    """Return whether a mistake is confirmed: it gives the wrong elements, and no others, with several kinds of values.
+) -> tuple[bool, str] | None:
+    """Return whether a mistake is confirmed, and in words where it occurs; "" if wherever it can.
 
-    Return None if it is refuted: it predicts an error where the function is right, or other elements in all cases.
+    It is confirmed if it gives the wrong elements, and no others, with several kinds of values. Return None if it is
+    refuted: it predicts other elements in all cases, or an error where the function is right, and nothing that is known
+    of a call tells these calls from the failing ones.
     """
     kinds = {o.case.values for o in explained}
     first = min(explained, key=lambda o: o.case.scores)
@@ -349,7 +358,7 @@ def _confirmed(
         again = [o for o in map(trial.run, more) if o.status == "wrong" and o.wrong_outputs]
         codes = [[each.code for each in causes_of(_numbers(o))] for o in again]
         kinds |= {o.case.values for o in again}
-        return None if any(mistake.code not in each for each in codes) else bool(again) and len(kinds) > 1
+        return None if any(mistake.code not in each for each in codes) else (bool(again) and len(kinds) > 1, "")
     options = {o.case.options for o in explained}  # with others, a kernel may take another path
     passed = [
         o for o in outcomes
@@ -358,15 +367,27 @@ def _confirmed(
     ]  # fmt: skip
     passed.sort(key=lambda o: -o.case.scores)
     spread = list({(o.case.options, o.case.values, o.case.group): o for o in passed}.values())[-_PASSED:]
-    wrong, kinds = 0, set()
-    for o in [*explained, *(trial.run(case) for case in more), *spread]:
-        found = foretold(_numbers(o), mistake) if o.answers and o.status in ("right", "imprecise", "wrong") else None
-        if found == "refuted":
+    tested: list[tuple[Case, str | None]] = []
+
+    def test(calls: Iterable[Outcome]) -> None:
+        tested.extend((o.case, foretold(_numbers(o), mistake) if o.answers else None) for o in calls)
+
+    def having(found: str) -> list[Case]:
+        return [case for case, told in tested if told == found]
+
+    test([*explained, *map(trial.run, more), *spread])
+    where, enough = "", len(having("wrong")) > 1
+    if having("refuted") and having("wrong"):  # which of the differences matters: change the sizes, and all others
+        plain = replace(first.case, batch=1, q_heads=2, kv_heads=2, head_dim=64, value_dim=64)
+        plain = replace(plain, bare=not plain.bare, forward=not plain.forward)
+        test(trial.run(case) for case in (plain, replace(first.case, q_len=33, kv_len=77)))
+        where, enough = between(having("wrong"), having("refuted")), len(explained) > 1
+        if len(having("wrong")) < 3:
             return None
-        if found is not None:
-            kinds.add(o.case.values)
-            wrong += found == "wrong"
-    return None if not wrong else wrong > 1 and len(kinds) > 1
+    if not having("wrong") or (having("refuted") and not where):
+        return None
+    kinds = {case.values for case, told in tested if told in ("wrong", "right")}
+    return enough and len(kinds) > 1, where
 
 
 def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], simple: Sequence[Outcome]) -> None:

@@ -117,10 +117,10 @@ def _of_rows(w: WrongNumbers) -> Mistake | None:
     answer, exact = w.answers["o"].double(), w.limits["o"].value
     lost = answer.isnan().any(-1)
     if bool(lost.any()):
-        return _of_lost(w, lost.flatten(0, 1).any(0), "NaN")
+        return _of_lost(w, lost, "NaN")
     zero = ~answer.any(-1) & exact.any(-1)
     if bool(zero.any()) and not bool((w.limits["o"].excess(w.answers["o"], w.case.dtype)[1] > 1)[~zero].any()):
-        return _of_lost(w, zero.flatten(0, 1).any(0), "0")
+        return _of_lost(w, zero, "0")
     if not bool(answer.isfinite().all()):
         return None
     factor = (answer * exact).sum(-1) / exact.square().sum(-1).clamp_min(1e-300)
@@ -133,18 +133,20 @@ def _of_rows(w: WrongNumbers) -> Mistake | None:
     return Mistake(code, text, "keep the sum of weights and its reciprocal in float32, and add nothing to it")
 
 
-def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
-    """Return the mistake that makes the `rows` (queries) NaN, or 0."""
-    seen = mutants.Forward(w.tensors, w.case, w.top_left, {}).seen()
+def _of_lost(w: WrongNumbers, lost: Tensor, what: str) -> Mistake:
+    """Return the mistake that makes the `lost` rows (B, Hq, Sq) NaN, or 0."""
+    x = {n: t.double() if t.is_floating_point() else t for n, t in w.tensors.items()}
+    seen = mutants.Forward(x, w.case, w.top_left, {}).scores()[1]
     for tile in TILES:
-        hidden = ~seen[:, :tile].any(-1) & seen.any(-1)
-        if bool(hidden.any()) and bool((rows == hidden).all()):
+        hidden = ~seen[..., :tile].any(-1) & seen.any(-1)
+        if bool(hidden.any()) and bool((lost == hidden).all()):
             text = f"rows are {what} whose first tile of {tile} keys is hidden: exp(-inf - (-inf))"
             return Mistake("nan", text, "subtract 0 in place of a maximum that is still -inf")
     empty = ~seen.any(-1)
-    if bool(empty.any()) and not bool((rows & ~empty).any()):
+    if bool(empty.any()) and not bool((lost & ~empty).any()):
         return Mistake("empty-rows", f"rows without keys are {what}", "write 0 where no key is visible")
     code, advice = ("nan", "look for 0 / 0 and inf - inf") if what == "NaN" else ("zero-rows", "write these rows")
+    rows = lost.flatten(0, 1).any(0)
     return Mistake(code, f"o is {what} in {int(rows.sum())} of {len(rows)} rows", advice)
 
 

@@ -45,7 +45,11 @@ class Forward:
 
     def __init__(self, x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mapping[str, Any]) -> None:
         self.x, self.case, self.change = x, case, change
-        self.offset = 0 if top_left != change.get("realign", False) else case.kv_len - case.q_len
+        self.lengths: Tensor | int = case.kv_len  # the number of keys of each sequence
+        if "kv_lengths" in x and change.get("lengths") != "none":
+            tile = change.get("lengths", 1)
+            self.lengths = (-(-x["kv_lengths"].long() // tile) * tile).clamp_max(case.kv_len)[:, None, None, None]
+        self.offset = 0 if top_left != change.get("realign", False) else self.lengths - case.q_len
 
     def get(self, name: str, usual: Any = None) -> Any:
         return self.change.get(name, usual)
@@ -69,24 +73,26 @@ class Forward:
         case = self.case
         i, j = _each(case.q_len)[:, None], _each(case.kv_len)
         ahead = j - i - self.offset
-        seen = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device="cpu")
+        seen = (j < self.lengths) | torch.zeros_like(ahead, dtype=torch.bool)
         if tile := self.get("block_causal"):  # a tile is wholly visible if its first key is, else wholly hidden
-            seen &= (j // tile) * tile - i - self.offset <= 0
+            seen = seen & ((j // tile) * tile - i - self.offset <= 0)
         elif self.get("causal", case.causal):
-            seen &= ahead <= self.get("diagonal", 0)
+            seen = seen & (ahead <= self.get("diagonal", 0))
         left, right = self.get("window", case.window)
         if self.get("window_offset", True) is False:
             ahead = j - i
-        if left >= 0:
-            seen &= ahead >= -left
+        if left >= 0 and (tile := self.get("window_tile")):  # a window begins with a whole tile
+            seen = seen & (j >= torch.div(j - ahead - left, tile, rounding_mode="floor") * tile)
+        elif left >= 0:
+            seen = seen & (ahead >= -left)
         if right >= 0:
-            seen &= ahead <= right
+            seen = seen & (ahead <= right)
         if self.get("keys"):
-            seen &= j < self.get("keys")
+            seen = seen & (j < self.get("keys"))
         if self.get("first_keys"):
-            seen &= j >= self.get("first_keys")
+            seen = seen & (j >= self.get("first_keys"))
         if self.get("without") is not None:
-            seen &= j != self.get("without") % case.kv_len
+            seen = seen & (j != self.get("without") % case.kv_len)
         return seen
 
     def scores(self) -> tuple[Tensor, Tensor]:
@@ -115,7 +121,11 @@ class Forward:
             i, j = _each(case.q_len)[:, None], _each(case.kv_len)
             far = (j - i - (0 if self.get("alibi") == "absolute" else self.offset)).abs().double()
             slopes = self.x["alibi_slopes"].double()
-            slopes = slopes.flip(0) if self.get("alibi") == "reversed" else slopes
+            heads = _each(case.q_heads)
+            order = {"reversed": heads.flip(0), "mod 32": heads % 32}
+            slopes = slopes[order.get(self.get("alibi"), heads)]
+            if self.get("alibi") == "usual":
+                slopes = torch.exp2(-8.0 * (heads + 1).double() / case.q_heads)
             s = s + (1 if self.get("alibi") == "added" else -1) * slopes[:, None, None] * far
         if mask is not None and not self.get("no_mask"):
             if self.get("mask") == "first sequence":
@@ -137,6 +147,12 @@ class Forward:
             s = s * self.get("log2")
         return s, seen
 
+    def sinks(self) -> Tensor:
+        """Return the sinks (Hq, 1, 1), changed by a factor, a sum or a largest number."""
+        factor, more, most = self.get("sinks", (1.0, 0.0, math.inf))
+        changed: Tensor = self.x["sinks"].double() * factor + more
+        return changed.clamp_max(most)[:, None, None]
+
     def solve(self) -> tuple[Tensor, Tensor]:
         s, seen = self.scores()
         v = self.heads(self.x["v"])
@@ -148,6 +164,9 @@ class Forward:
         if pads:
             s = torch.nn.functional.pad(s, (0, pads), value=0.0)
             v = torch.nn.functional.pad(v, (0, 0, 0, pads))
+        if "sinks" in self.x and self.get("sinks") != "none":  # one more key, whose value is 0
+            s = torch.cat([s, self.sinks().expand(*s.shape[:-1], 1)], -1)
+            v = torch.nn.functional.pad(v, (0, 0, 0, 1))
         if self.get("tile"):
             o, lse = self.tiled(s, v)
         else:
@@ -255,7 +274,11 @@ def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mappi
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     top = s.amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
+    if "sinks" in x:
+        top = torch.maximum(top, right.sinks())
     total = (s - top).exp().sum(-1, keepdim=True)
+    if "sinks" in x:
+        total = total + (right.sinks() - top).exp()
     p = (s - top).exp() / total.clamp_min(1e-300)
     o = p @ v
     changed = Forward(x, case, top_left, change.get("forward", {}))

@@ -10,7 +10,8 @@ from flashpoint_kernels.judging.exact import places
 from flashpoint_kernels.judging.trial import Outcome
 
 _Feature = tuple[Callable[[Case], bool], str]
-_FEATURES: tuple[_Feature, ...] = (
+_WITHOUT_LSE = "lse is not requested"
+_OF_VALUES: tuple[_Feature, ...] = (
     (lambda c: c.values.startswith("low"), "all scores are below -5e4"),
     (lambda c: c.values.startswith(("high", "neg", "low")), "all scores are far from 0"),
     (lambda c: c.values.startswith("high"), "scores are above 88"),
@@ -22,10 +23,36 @@ _FEATURES: tuple[_Feature, ...] = (
     (lambda c: c.values == "offset", "v and do have a large constant part"),
     (lambda c: c.values in ("ties", "dup"), "keys are equal"),
     (lambda c: c.values == "unseen", "hidden keys are large"),
+)  # fmt: skip
+_OF_CALLS: tuple[_Feature, ...] = (
+    (lambda c: c.window[0] >= 0, "a window has a left side"),
+    (lambda c: c.window[1] >= 0, "a window has a right side"),
+    (lambda c: min(c.window) >= 0, "a window has two sides"),
+    (lambda c: c.q_len == 1, "there is one query"),
+    (lambda c: "-keys" in c.mask, "attn_mask is (B, 1, 1, Sk)"),
+    (lambda c: "-heads" in c.mask, "attn_mask is (1, Hq, Sq, Sk)"),
+    (lambda c: "-one" in c.mask, "attn_mask is (B, 1, Sq, Sk)"),
+    (lambda c: "-plane" in c.mask, "attn_mask is (Sq, Sk)"),
+    (lambda c: "-rows" in c.mask, "attn_mask is (B, Hq, Sq, 1)"),
+    (lambda c: c.mask.startswith("bool"), "attn_mask is of type bool"),
+    (lambda c: c.mask.startswith("float"), "attn_mask is of a floating type"),
+    (lambda c: c.bare, _WITHOUT_LSE),
+    (lambda c: c.forward, "no gradients are requested"),
+    (lambda c: c.kv_len % 1024 == 0, "the number of keys is a multiple of 1,024"),
+    (lambda c: c.kv_len % 256 == 0, "the number of keys is a multiple of 256"),
+    (lambda c: c.kv_len % 256 == 255, "the number of keys is one less than a multiple of 256"),
+    (lambda c: c.kv_len > 8192, "there are more than 8,192 keys"),
+    (lambda c: c.kv_len > 256, "there are more than 256 keys"),
+    (lambda c: c.q_len > 2047, "there are more than 2,047 queries"),
+    (lambda c: c.group > 7, "8 or more query heads share a key head"),
+    (lambda c: c.q_heads > 32, "there are more than 32 heads"),
+    (lambda c: c.batch * c.q_heads >= 132, "there are at least 132 programs"),
+    (lambda c: c.head_dim > 128, "D is more than 128"),
+    (lambda c: c.head_dim % 16 != 0, "D is no multiple of 16"),
     (lambda c: c.kv_len > 16384, "there are more than 16,384 keys"),
     (lambda c: c.kv_len > 4096, "there are more than 4,096 keys"),
     (lambda c: c.kv_len > 1024, "there are more than 1,024 keys"),
-    (lambda c: c.q_len > 1024, "there are more than 1,024 queries"),
+    (lambda c: c.q_len >= 1024, "there are at least 1,024 queries"),
     (lambda c: c.batch * c.q_heads > 65535, "there are more than 65,535 programs"),
     (lambda c: c.q_heads > 64, "there are more than 64 heads"),
     (lambda c: c.group > 1, "query heads share key heads"),
@@ -37,7 +64,6 @@ _FEATURES: tuple[_Feature, ...] = (
     (lambda c: c.kv_len % 16 != 0, "the number of keys is no multiple of 16"),
     (lambda c: c.kv_len % 64 == 0, "the number of keys is a multiple of 64"),
     (lambda c: c.q_len % 64 != 0, "the number of queries is no multiple of 64"),
-    (lambda c: c.q_len == 1, "there is one query"),
     (lambda c: c.kv_len == 1, "there is one key"),
     (lambda c: c.causal and c.q_len > c.kv_len, "rows see no key"),
     (lambda c: c.causal and c.q_len != c.kv_len, "a causal mask has other lengths of keys and queries"),
@@ -56,21 +82,28 @@ _FEATURES: tuple[_Feature, ...] = (
 )  # fmt: skip
 
 
+def between(hit: Sequence[Case], others: Sequence[Case]) -> str:
+    """Return what the calls of `hit` have and those of `others` have not, in words, at most two; "" for nothing."""
+    told = [text for has, text in _OF_CALLS if all(map(has, hit)) and not any(map(has, others))]
+    return " and ".join(told[:2])
+
+
 def pattern(left: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause:
     """Describe failures of an unknown cause: by the cases that fail, and by the positions of wrong elements."""
     known = [o for o in outcomes if o.relation == "accuracy" and o.excess]
     hit = [o for o in left if o.relation == "accuracy"] or list(left)
     wanted = {id(o) for o in hit}
+    features = [({id(o) for o in known if has(o.case)}, text) for has, text in (*_OF_VALUES, *_OF_CALLS)]
     best = (0.55, "")
-    pairs = [(f,) for f in _FEATURES] + [(f, g) for n, f in enumerate(_FEATURES) for g in _FEATURES[n + 1 :]]
-    for features in pairs:
-        having = [o for o in known if all(f[0](o.case) for f in features)]
-        inside = sum(id(o) in wanted for o in having)
-        if inside < 0.9 * len(hit) or not having:
-            continue
-        score = 2 * inside / (len(having) + len(hit)) - 0.05 * (len(features) - 1)
-        if score > best[0]:
-            best = (score, " where " + " and ".join(f[1] for f in features))
+    for n, (having, text) in enumerate(features):
+        for also, more in (({id(o) for o in known}, ""), *features[n + 1 :]):
+            both = having & also
+            inside = len(both & wanted)
+            if inside < 0.9 * len(hit) or not both:
+                continue
+            score = 2 * inside / (len(both) + len(hit)) - 0.05 * bool(more)
+            if score > best[0]:
+                best = (score, f" where {text}{' and ' if more else ''}{more}")
     outputs = sorted({n for o in hit for n in o.wrong_outputs}, key=list(OUTPUTS).index)
     text = f"{', '.join(outputs) or 'the answer'} {'are' if len(outputs) > 1 else 'is'} wrong{best[1]}"
     advice = "compare the smallest failing case with float64, tile by tile"
@@ -78,9 +111,12 @@ def pattern(left: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause:
         advice = "keep scores, weights, sums and accumulators in float32"
         text += f" by about {noise:.1e} of the largest value, with both signs and in most elements: like rounding"
         return Cause("low-precision", text, advice, False, len(left))
+    code = "unknown"
+    if best[1] == f" where {_WITHOUT_LSE}":
+        code, advice = "without-lse", "one path must give the same o with and without lse"
     if where := _where(min(hit, key=lambda o: o.case.scores)):
         text += f"; in the smallest case: {where}"
-    return Cause("unknown", text, advice, False, len(left))
+    return Cause(code, text, advice, False, len(left))
 
 
 def _where(o: Outcome) -> str:

@@ -18,6 +18,8 @@ CASES = [
     {"softcap": 3.0, "scale": 0.3},
     {"mask": "float", "extras": ("alibi_slopes",), "q_heads": 2},
     {"mask": "bool", "dtype": "bfloat16", "batch": 1},
+    {"extras": ("sinks", "kv_lengths"), "causal": True},
+    {"extras": ("alibi_slopes",), "q_heads": 34, "q_len": 5, "kv_len": 9, "batch": 1},
 ]
 
 

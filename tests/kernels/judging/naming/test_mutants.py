@@ -21,6 +21,8 @@ CASES = [
     {"window": (3, 2), "scale": 0.3},
     {"softcap": 2.0, "mask": "bool"},
     {"mask": "float", "extras": ("alibi_slopes",)},
+    {"extras": ("sinks",), "causal": True},
+    {"extras": ("kv_lengths", "alibi_slopes"), "window": (5, -1)},
 ]
 
 

@@ -1,0 +1,68 @@
+"""A mistake that only some calls show is named with what these calls have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashpoint_contract.judging import Cause
+from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.judging.naming import causes
+from flashpoint_kernels.judging.process import Worker, target_of
+from flashpoint_kernels.judging.signatures import signature_of
+from flashpoint_kernels.judging.trial import Clock, Trial
+from tests.judge.corpus import WRONG
+
+SIZES: dict[str, Any] = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 20, "kv_len": 77, "head_dim": 32}
+LONG: dict[str, Any] = {"batch": 1, "kv_heads": 4, "q_len": 6, "head_dim": 16, "value_dim": 16}
+
+
+def named(name: str, calls: list[dict[str, Any]]) -> Cause:
+    """Return the first cause that the judge names after these calls in float32."""
+    worker = Worker(target_of(WRONG[name].function), "cpu")
+    signature = signature_of(worker.start())
+    trial = Trial(worker, signature, Clock(1e9), precision="ieee", timeout=60.0, nan_rows=False)
+    try:
+        cases = [Case(**(SIZES | {"value_dim": 32, "seed": n} | fields)) for n, fields in enumerate(calls)]
+        return causes.explain(trial, [trial.run(case) for case in cases])[0]
+    finally:
+        trial.close()
+        worker.close()
+
+
+BARE = [{"bare": bare, "kv_len": m, "q_len": n} for bare in (True, False) for n, m in ((20, 77), (40, 64), (7, 130))]
+MISTAKES: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "window_of_future": (
+        [{"window": (5, 7)}, {"window": (9, 3), "values": "sharp"}, {"window": (-1, 7)}, {"window": (-1, 0)}],
+        "window-right", "where a window has a left side",
+    ),
+    "mask_of_first_head": (
+        [{"mask": "bool-heads"}, {"mask": "bool-heads", "q_len": 33, "values": "sharp"}, {"mask": "bool"}],
+        "mask-head", "where attn_mask is (1, Hq, Sq, Sk)",
+    ),
+    "keys_by_1024": (
+        [LONG | {"kv_len": 1024}, LONG | {"kv_len": 2048, "values": "sharp"}, LONG | {"kv_len": 1000}],
+        "last-tile", "where the number of keys is a multiple of 1,024",
+    ),
+    "path_without_lse": (BARE, "without-lse", "where lse is not requested"),
+    "lengths_of_whole_tiles": ([{"extras": ("kv_lengths",)}] * 3, "kv-lengths", "rounded up to multiples of 16"),
+    "sink_without_maximum": ([{"extras": ("sinks",)}, {"extras": ("sinks",), "values": "sharp"}], "sinks", "at most 4"),
+    "own_slopes": ([{"extras": ("alibi_slopes",)}] * 2, "alibi", "the usual slopes are used"),
+    "backward_8192": ([LONG | {"kv_len": 8300}, LONG], "gradient-key-limit", "ignores keys from 8192 on"),
+    "mask_gradient_scaled": ([{"mask": "float"}], "mask-gradient", "the gradient of attn_mask is wrong"),
+    "sink_gradient_of_first_sequence": ([{"extras": ("sinks",)}], "sinks-gradient", "the gradient of sinks is wrong"),
+    "window_of_whole_tiles": (
+        [LONG | {"kv_len": 1500, "window": (100, 0)}, LONG | {"kv_len": 1300, "window": (90, -1), "values": "sharp"}],
+        "window-tile", "a whole tile of 64 keys",
+    ),
+}  # fmt: skip
+QUICK = ("window_of_future", "mask_gradient_scaled")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in MISTAKES])
+def test_a_mistake_is_named_with_the_calls_that_show_it(name: str) -> None:
+    calls, code, text = MISTAKES[name]
+    cause = named(name, calls)
+    assert cause.code == code, cause
+    assert text in cause.text
