@@ -35,7 +35,7 @@ def smallest(
     start = time.monotonic()
     if not accuracy:
         return min(failed, key=lambda o: o.case.scores)
-    ordered = sorted(accuracy, key=lambda o: (o.case.scores, len(o.case.options)))
+    ordered = sorted(accuracy, key=lambda o: (len(o.case.options), o.case.scores))
     best, clearest = ordered[0], 0
     for o in ordered:
         if tells is None or time.monotonic() - start > seconds / 2 or clearest == 2:

@@ -37,7 +37,7 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_smallest_case_alone_names_the_same_cause() -> None:
     """The smallest case has more than two keys: with two, a causal mask that hides one key too few hides none."""
-    report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32", seed=0)
+    report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32", seed=0, seconds=900.0)
     assert report.smallest is not None
     assert report.smallest.case["kv_len"] > 2
     assert {failure.relation for failure in report.failures} == {"accuracy"}  # a check of single calls
