@@ -75,11 +75,9 @@ def refused_beside(tensors: Iterable[str], options: Iterable[str]) -> list[tuple
     return [(name, reason) for name in (*tensors, *options) if name not in known]
 
 
-def plan_recalled(forward: Spec, tensors: Mapping[str, TensorInfo], chosen: Mapping[str, Any]) -> Spec:
-    """Check a gradient call for a saved forward, and return its problem. Raises ProblemError.
+def recalled_options(forward: Spec, chosen: Mapping[str, Any]) -> Options:
+    """Return the options of a gradient call for a saved forward: the forward's, and those that the call has `chosen`.
 
-    `tensors` are do and dlse; `chosen` are the options of the call.
+    The call's tensors are `saved_tensors`, do and dlse. Raises ProblemError.
     """
-    defaults = {"return_lse": OPTIONS["return_lse"].default}
-    options = replace(forward.options, **{**defaults, **chosen})
-    return plan({**saved_tensors(forward), **tensors}, options, "backward")
+    return replace(forward.options, **{"return_lse": OPTIONS["return_lse"].default, **chosen})

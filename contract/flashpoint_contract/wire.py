@@ -34,6 +34,7 @@ _DTYPES = {
 }  # fmt: skip
 _CODES = {name: code for code, (name, _) in _DTYPES.items()}
 ITEMSIZE = dict(_DTYPES.values())
+_LITERALS = frozenset(("true", "false", "null"))  # the only JSON that begins with a letter
 
 
 class WireError(ValueError):
@@ -172,6 +173,8 @@ def decode_options(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _decode(value: str) -> Any:
+    if value[:1].isalpha() and value.strip() not in _LITERALS:  # no JSON: an exception would take longer
+        return value
     try:
         return strictjson.loads(value)
     except ValueError:

@@ -24,7 +24,6 @@ from flashpoint_contract.schemas.validation import said
 from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.message import Kind
 from flashpoint_server.http.envelope import ENDLESS, Application, Envelope
 from flashpoint_server.http.origin_policy import Cors
 from flashpoint_server.ipc.counts import WorkerGroup
@@ -34,6 +33,7 @@ from flashpoint_server.oip.infer import Counted, infer, make_body
 from flashpoint_server.oip.models import MODELS
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page import page
+from flashpoint_server.plan import Kind
 from flashpoint_server.processes.processes import ENGINE, running_engines
 from flashpoint_server.refusal import STATUS, Refusal, invalid
 from flashpoint_server.routes import status

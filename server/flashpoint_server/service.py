@@ -28,6 +28,7 @@ from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.ipc.staging import Pool
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.plan import Plans
 from flashpoint_server.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Service(Listener):
         self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codecs()
+        self.plans = Plans(settings)
         self.files = files or Files(settings)
         self.keys = Keyring(settings, shared, self.files)
         self.cache_ids = CacheIds(settings, shared)

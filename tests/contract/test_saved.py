@@ -1,4 +1,4 @@
-"""`plan_saved` plans a forward that the server saves, and `plan_recalled` its gradients, which need only `do`."""
+"""`plan_saved` plans a forward that the server saves; its gradients have `recalled_options`, and need only `do`."""
 
 import pytest
 
@@ -6,12 +6,14 @@ from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.saved import (
     SAVED_BYTES,
     plain,
-    plan_recalled,
     plan_saved,
+    recalled_options,
     refused,
     refused_beside,
     saved_bytes,
+    saved_tensors,
 )
+from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import TensorInfo
 
 TENSORS = {name: TensorInfo("float32", (1, 2, 3, 4)) for name in "qkv"}
@@ -21,12 +23,13 @@ def test_gradients_of_a_saved_forward_need_do_alone():
     forward = plan_saved(TENSORS, Options(causal=True, scale=0.5))
     assert forward.options.return_lse
     assert saved_bytes(forward) == SAVED_BYTES + 4 * 24 * 4 + 6 * 4
-    backward = plan_recalled(forward, {"do": TENSORS["q"]}, {"grads": ("dv",), "deterministic": False})
+    options = recalled_options(forward, {"grads": ("dv",), "deterministic": False})
+    backward = plan(saved_tensors(forward) | {"do": TENSORS["q"]}, options, "backward")
     assert (backward.direction, backward.options.grads, backward.options.deterministic) == ("backward", ("dv",), False)
     assert (backward.options.causal, backward.options.scale, backward.has_forward) == (True, 0.5, True)
     assert backward.outputs == {"dv": TENSORS["v"]}
     with pytest.raises(ProblemError, match="do: missing"):
-        plan_recalled(forward, {}, {})
+        plan(saved_tensors(forward), options, "backward")
 
 
 def test_what_has_no_gradient_is_not_saved():

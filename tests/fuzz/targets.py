@@ -29,23 +29,23 @@ from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.benchmark import BenchmarkRequest
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.verify import VerifyRequest
-from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
-from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.problems.cost import NOMINAL
 from flashpoint_kernels.problems.problem import launch_key
-from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import combined
 from flashpoint_server.formats.codec import Codecs
-from flashpoint_server.formats.message import make_spec, read_model
+from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
 from flashpoint_server.formats.safetensors import SafetensorsMessage
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.bodies import pack_options, read_options
+from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.oip import head as oip_head
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.inflated import InflatedBody
 from flashpoint_server.oip.memory_routes import Registration
+from flashpoint_server.plan import Plan, Plans, read_call
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import deadline_of, priority_of
 
@@ -69,7 +69,9 @@ class _Here(Codecs):
 
 CODECS = _Here()
 DEVICE_MEMORY = 1 << 20
+DEVICE = DeviceInfo("cpu", "none", DEVICE_MEMORY, ("cpu", "tiled", "reference"), 1e9, NOMINAL)
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+PLANS = Plans(SETTINGS)
 
 _loop = asyncio.new_event_loop()
 atexit.register(_loop.close)
@@ -151,17 +153,22 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
-    """Read and check the properties of a `Spec` that the service reads for a request."""
+def planned(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Plan:
+    """Return the plan of a plain call in the format `surface`. Raises Refusal."""
+    named = tuple(tensors.items())
+    return PLANS.of(named, read_call(tensors, options, direction, "plain", surface), DEVICE)
+
+
+def use(plan: Plan, index: Mapping[str, list[int]]) -> None:
+    """Read and check the properties of a plan that the service reads for a request."""
+    spec = plan.spec
     assert spec.input_bytes >= 0
     assert spec.flops >= 0
     assert spec.level in (0, 1, 2)
     assert all(info.nbytes >= 0 for info in spec.outputs.values())
     assert read_options(pack_options(spec.options)) == spec.options
-    if refused(lambda: check_size(spec, DEVICE_MEMORY, SETTINGS.sequence_limit)) is not None:
-        return
     try:
-        hash(launch_key(spec, choose_backend(spec, ("cpu", "tiled", "reference"))))
+        hash(launch_key(spec, plan.backend))
         if spec.footprint <= DEVICE_MEMORY and index.keys() == set(INDEX_TENSORS) & spec.tensors.keys():
             rows = spec.rows(index)
             assert len(rows) == spec.batch
@@ -196,9 +203,8 @@ def _message(data: bytes) -> None:
 async def _received(data: bytes, direction: Direction) -> None:
     body = body_of(data)
     message = await SafetensorsMessage.begin(body, SETTINGS.head_limit, CODECS)
-    spec = message.spec(direction)
     given = message.inputs
-    check_size(spec, DEVICE_MEMORY, SETTINGS.sequence_limit)
+    plan = planned(dict(given), message.options, direction, message.surface)
     memory = bytearray(sum(info.nbytes for _, info in given))
     places, end = {}, 0
     for name, info in given:
@@ -207,9 +213,9 @@ async def _received(data: bytes, direction: Direction) -> None:
     await message.receive(body, places)
     assert memory == data[len(data) - len(memory) :]
     index = {name: np.frombuffer(places[name], info.dtype).tolist() for name, info in given if name in INDEX_TENSORS}
-    use(spec, index)
-    options = wire.decode_options(wire.encode_options(dict(message.options())))
-    assert make_spec(dict(given), options, direction, message.surface) == spec
+    use(plan, index)
+    options = wire.decode_options(wire.encode_options(message.options))
+    assert planned(dict(given), options, direction, message.surface) is plan
 
 
 def json_message(data: bytes) -> None:
@@ -219,9 +225,9 @@ def json_message(data: bytes) -> None:
     tensors, options = message
     infos = {name: TensorInfo(array.dtype.name, array.shape) for name, array in tensors.items()}
     for direction in DIRECTIONS:
-        spec = refused(partial(make_spec, infos, options, direction, "json"))
-        if spec is not None:
-            use(spec, {name: t.ravel().tolist() for name, t in tensors.items() if name in INDEX_TENSORS})
+        plan = refused(partial(planned, infos, options, direction, "json"))
+        if plan is not None:
+            use(plan, {name: t.ravel().tolist() for name, t in tensors.items() if name in INDEX_TENSORS})
     dtype = strictjson.loads(data).get("dtype", "float32")
     again, left = jsonwire.decode(jsonwire.encode(tensors, {"dtype": dtype}))
     assert not left
@@ -235,11 +241,12 @@ def inference(data: bytes) -> None:
     assert head.data_size >= 0
     assert 0 <= head.priority < oip_head.PRIORITY_LEVELS
     for direction in DIRECTIONS:
-        spec = refused(partial(head.spec, direction))
-        if spec is not None:
-            assert {output.name for output in head.wanted(spec)} <= spec.outputs.keys()
+        plan = refused(partial(_plan_of, head, direction))
+        wanted = None if plan is None else refused(partial(head.wanted, plan.answers))
+        if plan is not None and wanted is not None:
+            assert {output.name for output in wanted} <= plan.answers.keys()
             index = {i.name: i.array.ravel().tolist() for i in head.inputs if i.array is not None}
-            use(spec, {name: values for name, values in index.items() if name in INDEX_TENSORS})
+            use(plan, {name: values for name, values in index.items() if name in INDEX_TENSORS})
     if math.inf in map(abs, filter(_is_number, head.options.values())):
         return  # JSON cannot write an infinity, so the request cannot be written again
     again = oip_head.parse(_written(head))
@@ -250,6 +257,10 @@ def inference(data: bytes) -> None:
         assert (one.array is None) == (other.array is None)
         if one.array is not None:
             same_tensors({one.name: one.array}, {other.name: other.array})
+
+
+def _plan_of(head: oip_head.InferHead, direction: Direction) -> Plan:
+    return PLANS.of(tuple((i.name, i.info) for i in head.inputs), head.call(direction), DEVICE)
 
 
 def _is_number(value: Any) -> bool:
@@ -322,8 +333,8 @@ def documents(data: bytes) -> None:
         tensor = TensorInfo("float32", (2, 3))
         infos = dict.fromkeys(("q", "k", "v"), tensor)
         travelled = wire.decode_options(wire.encode_options(checked.model_dump(mode="json")))
-        one, other = (refused(partial(make_spec, infos, o, "forward", "safetensors")) for o in (options, travelled))
-        assert one == other
+        one, other = (refused(partial(planned, infos, o, "forward", "safetensors")) for o in (options, travelled))
+        assert one is other
 
 
 def compressed(data: bytes) -> None:

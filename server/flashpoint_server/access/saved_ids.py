@@ -50,9 +50,13 @@ class SavedIds:
         self._secret = hmac.digest(caches.secret, b"saved forwards", "sha256")
 
     @staticmethod
-    def head(forward: Spec, extent: Extent | None) -> bytes:
-        """Return the head of an id for a problem from `plan_saved`. `extent` is None if it has no index tensors."""
+    def head(forward: Spec, seed: int | None, extent: Extent | None) -> bytes:
+        """Return the head of an id for a problem from `plan_saved`, computed with this dropout seed.
+
+        `extent` is None if it has no index tensors.
+        """
         options = {name: getattr(forward.options, name) for name in OPTIONS if name != "return_lse"}
+        options["dropout_seed"] = seed
         chosen = {name: value for name, value in options.items() if value != OPTIONS[name].default}
         tensors = [(name, info.dtype, info.shape) for name, info in forward.tensors.items()]
         return msgspec.msgpack.encode(_Head(chosen, tensors, extent))

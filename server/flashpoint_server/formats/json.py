@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from flashpoint_contract.schemas import jsonwire
-from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codecs
-from flashpoint_server.formats.message import Format, TensorMessage, check_extent, refuse_invalid
+from flashpoint_server.formats.message import Format, TensorMessage, check_extent
 from flashpoint_server.http.body import Part, RequestBody, copy
-from flashpoint_server.ipc.job import AttentionJob, JobResult
+from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.plan import Plan, refuse_invalid
 
 
 class JsonMessage(TensorMessage):
@@ -24,16 +24,13 @@ class JsonMessage(TensorMessage):
 
     def __init__(self, arrays: dict[str, np.ndarray[Any, Any]], options: Mapping[str, Any]) -> None:
         self._arrays = arrays
-        self.inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
-        self._options = options
+        self.inputs = tuple((name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items())
+        self.options, self.calls = options, {}
 
     @classmethod
     async def parse(cls, text: bytes | memoryview, codec: Codecs, body: RequestBody) -> JsonMessage:
         """Parse the text of `body`. Raises Refusal 400, 422, 503 and 504, and ClientGoneError."""
         return cls(*await codec.run(body, _decode, text))
-
-    def options(self) -> Mapping[str, Any]:
-        return self._options
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors into `places`, and release their memory one by one."""
@@ -62,18 +59,18 @@ class Json(Format):
     async def read(self, body: RequestBody, settings: Settings, codec: Codecs) -> TensorMessage:
         return await JsonMessage.parse(await body.text(), codec, body)
 
-    def numbers(self, spec: Spec) -> list[TensorInfo]:
-        return list(spec.outputs.values())
+    def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
+        return plan.answers.values()
 
-    async def write(self, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs) -> list[Part]:
-        places = job.staging.outputs
-        views = job.staging.views(places)
+    async def write(
+        self, plan: Plan, staging: Staging, metadata: Mapping[str, Any], body: RequestBody, codec: Codecs
+    ) -> list[Part]:
+        views = staging.views(staging.outputs)
         arrays = {
-            name: np.frombuffer(views[name], jsonwire.DTYPES.get(place.dtype, np.float32)).reshape(place.shape)
-            for name, place in places.items()
+            name: np.frombuffer(views[name], jsonwire.DTYPES.get(info.dtype, np.float32)).reshape(info.shape)
+            for name, info in plan.answers.items()
         }
-        metadata = {"dtype": job.spec.dtype, **answer.metadata}
-        return [await codec.run(body, jsonwire.encode, arrays, metadata)]
+        return [await codec.run(body, jsonwire.encode, arrays, {"dtype": plan.spec.dtype, **metadata})]
 
 
 JSON = Json(jsonwire.MEDIA_TYPE)

@@ -1,93 +1,57 @@
-"""A request with tensors, in any format: its `RequestPlan`, and the base classes of the formats.
+"""A request with tensors, in any format: the base classes of the formats, and checks of the extent of a head.
 
 A `Format` reads requests and writes answers; a `TensorMessage` is a request that it has read.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
-from msgspec import Raw
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from flashpoint_contract import caches, saved, strictjson, wire
-from flashpoint_contract.options import Direction, Options, ProblemError
-from flashpoint_contract.schemas.jsonwire import FieldError
-from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.schemas.validation import OF_ATTENTION, field_problems
-from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import TensorInfo, refusals
+from flashpoint_contract import caches, strictjson
+from flashpoint_contract.options import Direction
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_contract.wire import METADATA_LIMIT
 from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
-from flashpoint_server.ipc.bodies import pack_options
-from flashpoint_server.ipc.job import AttentionJob, JobResult
-from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
-from flashpoint_server.ipc.staging import NOWHERE, Layout
-from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid, of_problem
+from flashpoint_server.ipc.staging import NOWHERE, Staging
+from flashpoint_server.plan import Call, Kind, Named, Plan, kind_of, read_call, refuse_invalid
+from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
 
-SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls with caches or saved forwards
-_SHORT = 512  # maximum characters of options whose checked form is cached
 _FEW = 64  # maximum values of an option that is not about caches
 _LONGEST = 8192  # maximum characters of a string in an option
 _NUMBER = 25  # upper bound for the bytes of a float and its comma; those of -1.2345678806304932e-05 are 24
 
 
-class RequestPlan(NamedTuple):
-    """A checked problem, with its backend and its cost estimate for `device`."""
-
-    spec: Spec
-    backend: str
-    price: Price
-    device: DeviceInfo
-    options: Raw  # the options, encoded for the engine
-    layout: Layout | None = None  # None if requests with the same plan may have different layouts
-
-
-# A plain call needs nothing but its tensors. The other kinds read KV caches, save the forward, or use a saved forward.
-Kind = Literal["plain", "caches", "save", "saved"]
-
-Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Raises Refusal 413 and 422.
-
-
 class TensorMessage(ABC):
     """A request whose options and shapes are known. Its tensors may not have arrived yet."""
 
-    inputs: list[tuple[str, TensorInfo]]  # the tensors by name, in the order of their bytes
+    inputs: Named  # the tensors by name, in the order of their bytes
+    options: Mapping[str, Any]  # not yet checked
     surface = "safetensors"  # the format's name in the contract's `Tensor.refused`, which says why a tensor is refused
-    # A cache for what routes compute from the head of a body alone. Requests with equal heads share it. None: no cache.
-    derived: dict[str, Any] | None = None
-
-    @abstractmethod
-    def options(self) -> Mapping[str, Any]:
-        """Return the options, not yet checked."""
+    calls: dict[Direction, Call]  # those that are checked; messages with equal heads share it
 
     def kind(self, direction: Direction) -> Kind:
-        options = self.options()
-        if direction == "forward":
-            return "save" if options.get("save") is True else "caches" if "caches" in options else "plain"
-        return "plain" if options.get("saved") is None else "saved"
+        return kind_of(self.options, direction)
 
-    def spec(self, direction: Direction) -> Spec:
-        return make_spec(dict(self.inputs), self.options(), direction, self.surface)
+    def call(self, direction: Direction) -> Call:
+        """Return the checked call, unless its kind is "saved". Raises Refusal 422."""
+        if (call := self.calls.get(direction)) is None:
+            call = self.calls[direction] = self._read(direction)
+        return call
 
-    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Check the problem, choose its backend and estimate its cost. Raises Refusal 413 and 422."""
-        spec = self.spec(direction)
-        backend = choose(spec, device)
-        return RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
+    def _read(self, direction: Direction) -> Call:
+        return read_call(dict(self.inputs), self.options, direction, self.kind(direction), self.surface)
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
         """Return (region, offset) for each tensor in the caller's shared memory, by name. Raises Refusal 422."""
@@ -111,59 +75,19 @@ class Format(ABC):
         """Read the body until the options and shapes are known. Raises Refusal."""
 
     @abstractmethod
-    def numbers(self, spec: Spec) -> list[TensorInfo]:
+    def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
         """Return the outputs that the answer contains as text, not as bytes."""
 
     @abstractmethod
-    async def write(self, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs) -> list[Part]:
+    async def write(
+        self, plan: Plan, staging: Staging, metadata: Mapping[str, Any], body: RequestBody, codec: Codecs
+    ) -> list[Part]:
         """Return the parts of the answer's body, in order. Raises Refusal."""
 
 
 def text_bytes(tensors: Iterable[TensorInfo]) -> int:
     """Return the maximum size of tensors as text, in bytes."""
     return _NUMBER * sum(math.prod(info.shape) for info in tensors)
-
-
-@contextmanager
-def refuse_invalid(known: Iterable[str] = OF_ATTENTION) -> Iterator[None]:
-    """Turn the contract's and pydantic's errors about a caller's input into Refusal 400 and 422.
-
-    `known` are the names that the input may have.
-    """
-    try:
-        yield
-    except ValidationError as error:
-        raise invalid(field_problems(error, known)) from None
-    except ProblemError as error:
-        raise of_problem(error) from None
-    except FieldError as error:
-        raise invalid([(error.field, error.message)]) from None
-    except wire.WireError as error:
-        raise Refusal("malformed_body", str(error)) from None
-
-
-@refuse_invalid()
-def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
-    """Return the spec of a problem that was sent in the format `surface`. Raises Refusal 422."""
-    if not SPECIAL.isdisjoint(options):
-        if refused := [*caches.refused(options), *saved.refused(options)]:
-            raise invalid(refused)
-        options = saved.plain(options)
-    read = read_options(options)
-    if refused := refusals(surface, [*infos, *read.given]):
-        raise invalid(refused)
-    return plan(infos, read, direction)
-
-
-def read_options(options: Mapping[str, Any]) -> Options:
-    """Return the checked options of a call. Raises ValidationError and ProblemError."""
-    text = json.dumps(dict(options))
-    return (_read_options if len(text) <= _SHORT else _read_options.__wrapped__)(text)
-
-
-@lru_cache(256)  # a model repeats few combinations of options
-def _read_options(text: str) -> Options:
-    return Options(**AttentionOptions.model_validate(json.loads(text)).model_dump())
 
 
 def check_extent(options: Mapping[str, Any]) -> None:

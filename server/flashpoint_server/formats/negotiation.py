@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.formats.json import JSON
@@ -13,8 +12,6 @@ from flashpoint_server.refusal import Refusal
 
 # Seconds between comments in an idle event stream. They keep it open, and show whether the client has disconnected.
 HEARTBEAT_SECONDS = 1.0
-
-_SHORT = 256  # maximum characters of an Accept field whose result is cached
 
 SERVED = (SAFETENSORS.media_type, JSON.media_type)
 _TAKEN = {SAFETENSORS.media_type: SAFETENSORS, JSON.media_type: JSON, OCTETS: SAFETENSORS}
@@ -67,13 +64,7 @@ def binary_format(headers: Mapping[str, str]) -> Format:
 def _preferred(headers: Mapping[str, str], offered: tuple[Format, ...]) -> Format | None:
     """Return the first format of the best quality; None if Accept allows no format."""
     accept = headers.get("accept", "")
-    return (_best if len(accept) <= _SHORT else _best.__wrapped__)(accept, offered)
-
-
-@lru_cache(256)
-def _best(accept: str, offered: tuple[Format, ...]) -> Format | None:
-    ranges = _ranges(accept)
-    if not ranges:
+    if accept in ("*/*", offered[0].media_type) or not (ranges := _ranges(accept)):
         return offered[0]
     best = max(offered, key=lambda one: _quality(one.media_type, ranges))
     return best if _quality(best.media_type, ranges) > 0 else None

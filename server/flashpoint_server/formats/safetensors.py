@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from flashpoint_contract import wire
 from flashpoint_contract.options import Direction
-from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import HEAD_ON_LOOP, Codecs
-from flashpoint_server.formats.message import SPECIAL, Choose, Format, Kind, RequestPlan, TensorMessage, check_extent
+from flashpoint_server.formats.message import Format, TensorMessage, check_extent
 from flashpoint_server.http.body import Part, RequestBody
-from flashpoint_server.ipc.job import AttentionJob, JobResult
-from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.staging import Layout
+from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.plan import Call, Named, Plan
 from flashpoint_server.refusal import Refusal
 
 OCTETS = "application/octet-stream"  # also accepted for safetensors: some callers do not know its media type
@@ -25,14 +23,12 @@ OCTETS = "application/octet-stream"  # also accepted for safetensors: some calle
 
 @dataclass(frozen=True)
 class _HeadReading:
-    """A parsed head, with cached results of its checks. Requests with the same short head share it."""
+    """A parsed head, with its checked calls. Requests with the same short head share it."""
 
     head: wire.Head
-    inputs: list[tuple[str, TensorInfo]]
+    inputs: Named
     options: Mapping[str, Any]  # those in `__metadata__`, parsed as JSON
-    specs: dict[Direction, Spec] = field(default_factory=dict)
-    plans: dict[Direction, RequestPlan] = field(default_factory=dict)
-    derived: dict[str, Any] = field(default_factory=dict)
+    calls: dict[Direction, Call] = field(default_factory=dict)
 
 
 def _read(text: bytes) -> _HeadReading:
@@ -43,15 +39,13 @@ def _read(text: bytes) -> _HeadReading:
         raise Refusal("malformed_body", str(error)) from None
     options = wire.decode_options(head.metadata)
     check_extent(options)
-    return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors], options)
+    return _HeadReading(head, tuple((t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors), options)
 
 
-# Two caches of parsed heads, because a model sends the same few heads again and again. Calls over KV caches have the
-# shortest heads, but a different one for each layer and KV cache, so more of these are cached. Heads over _SHORT are
-# not cached, to bound the memory: a parsed head with three tensors takes about 5 KB.
-_SHORT, _SHORTEST = 4096, 512  # maximum bytes of a head in each cache
-_read_again = lru_cache(256)(_read)
-_read_shortest_again = lru_cache(2048)(_read)
+# Parsed heads are cached, because a model sends the same heads again and again: one for each layer and KV cache, if it
+# has any. Heads over _SHORT are not cached, to bound the memory: a parsed head with three tensors takes about 5 KB.
+_SHORT = 4096  # maximum bytes of a cached head
+_read_again = lru_cache(1024)(_read)
 
 
 class SafetensorsMessage(TensorMessage):
@@ -59,10 +53,8 @@ class SafetensorsMessage(TensorMessage):
 
     def __init__(self, reading: _HeadReading, rest: bytes) -> None:
         """`rest` are the first bytes of the tensors, which arrived together with the head."""
-        self._reading = reading
         self._rest = rest
-        self.inputs = reading.inputs
-        self.derived = reading.derived
+        self.inputs, self.options, self.calls = reading.inputs, reading.options, reading.calls
 
     @classmethod
     async def begin(cls, body: RequestBody, head_limit: int, codec: Codecs) -> SafetensorsMessage:
@@ -86,7 +78,7 @@ class SafetensorsMessage(TensorMessage):
             raise Refusal("malformed_body", str(error)) from None
         text = bytes(start[:size])
         if size <= _SHORT:
-            reading = (_read_shortest_again if size <= _SHORTEST else _read_again)(text)
+            reading = _read_again(text)
         else:
             reading = await codec.parse(body, _read, text, here=HEAD_ON_LOOP)
         total = reading.head.size + reading.head.data_size
@@ -95,28 +87,8 @@ class SafetensorsMessage(TensorMessage):
             raise Refusal("malformed_body", f"the body has {body.length} bytes, but its head says {total}")
         return cls(reading, bytes(memoryview(start)[size:]))
 
-    def options(self) -> Mapping[str, Any]:
-        return self._reading.options
-
-    def kind(self, direction: Direction) -> Kind:
-        return "plain" if SPECIAL.isdisjoint(self._reading.head.metadata) else super().kind(direction)
-
-    def spec(self, direction: Direction) -> Spec:
-        specs = self._reading.specs
-        if direction not in specs:
-            specs[direction] = super().spec(direction)
-        return specs[direction]
-
-    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Like `TensorMessage.plan`, cached with the head for one `device`."""
-        plans = self._reading.plans
-        if (plan := plans.get(direction)) is None or plan.device is not device:
-            plan = super().plan(direction, device, choose)
-            plan = plans[direction] = plan._replace(layout=Layout.of(self.inputs, plan.spec.outputs))
-        return plan
-
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        await body.into(places.values(), self._rest)
+        await body.into([places[name] for name, _ in self.inputs], self._rest)
 
 
 class Safetensors(Format):
@@ -127,21 +99,17 @@ class Safetensors(Format):
     async def read(self, body: RequestBody, settings: Settings, codec: Codecs) -> TensorMessage:
         return await SafetensorsMessage.begin(body, settings.head_limit, codec)
 
-    def numbers(self, spec: Spec) -> list[TensorInfo]:
-        return []
+    def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
+        return ()
 
-    async def write(self, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs) -> list[Part]:
-        places = job.staging.outputs
-        tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
-        views = job.staging.views(places).values()
-        metadata = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
-        make = _head if job.body.saved is None else _head.__wrapped__  # do not cache: each saved forward has a new id
-        return [make(tensors, metadata), *(view for view in views if len(view))]
-
-
-@lru_cache(256)  # a model's answers have few shapes, and their `lengths` are the same in all layers of its caches
-def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, Any], ...]) -> bytes:
-    return wire.build_head(tensors, wire.encode_options(dict(metadata)))
+    async def write(
+        self, plan: Plan, staging: Staging, metadata: Mapping[str, Any], body: RequestBody, codec: Codecs
+    ) -> list[Part]:
+        views = staging.views({name: staging.outputs[name] for name in plan.answers}).values()
+        head = wire.build_head(
+            [(name, info.dtype, info.shape) for name, info in plan.answers.items()], wire.encode_options(metadata)
+        )
+        return [head, *(view for view in views if len(view))]
 
 
 SAFETENSORS = Safetensors(wire.MEDIA_TYPE)

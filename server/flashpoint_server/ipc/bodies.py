@@ -87,12 +87,15 @@ class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Compute attention or its gradients on `backend`. `cache_ref` is set if keys and values are in caches.
 
-    `saved` is set if the forward is to be saved, or if the gradients are those of a saved forward.
+    `seed` is the seed of dropout, if the caller has set one: `options` has 0 in its place, so that calls which differ
+    in it alone have equal options. `saved` is set if the forward is to be saved, or if the gradients are those of a
+    saved forward.
     """
 
     direction: Direction
     options: msgspec.Raw  # packed Options; equal ones are decoded once: see `read_options`
     backend: str
+    seed: int | None = None
     cache_ref: CacheRef | None = None
     saved: Save | Recall | None = None
 

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
@@ -104,7 +103,7 @@ class Engine:
         self,
         address: bytes,
         ready: Callable[[], None],
-        unstarted: Callable[[list[Job[Any]]], None],
+        unstarted: Callable[[list[Job]], None],
         listeners: Sequence[Listener],
     ) -> None:
         self._ready = ready
@@ -121,7 +120,7 @@ class Engine:
         self.load = 0.0  # predicted seconds of all unanswered jobs
         self._address = address
         self._channel: Channel[FromEngine] | None = None
-        self._sent: dict[int, Job[Any]] = {}
+        self._sent: dict[int, Job] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
         # Messages to send when the socket's buffer has room. They are encoded before they are queued: an encoding error
@@ -142,7 +141,7 @@ class Engine:
         self.state = State.STOPPED
         self._lose("draining", "the server stopped before it answered this request; retry")
 
-    def submit(self, job: Job[Any]) -> None:
+    def submit(self, job: Job) -> None:
         """Send a job to this engine, which must be ready."""
         assert self.device is not None
         for segment in job.staging.segments:
@@ -161,7 +160,7 @@ class Engine:
         self._send_encoded(message)
 
     @property
-    def unbegun(self) -> Iterator[Job[Any]]:
+    def unbegun(self) -> Iterator[Job]:
         """Yield the jobs that the engine has not started."""
         return (job for job in self._sent.values() if not job.staging.slot.mark)
 
@@ -180,7 +179,7 @@ class Engine:
             return False
         return behind_name[0] in "Tt"
 
-    def cancel(self, job: Job[Any]) -> None:
+    def cancel(self, job: Job) -> None:
         """Tell the engine that the result of a job is no longer needed, unless the engine has answered."""
         if self._sent.get(job.number) is job:
             self.tell(Cancel(job.number))
@@ -302,7 +301,7 @@ class Engine:
         for listener in self._listeners:
             listener.computed(self, done)
 
-    def _let_go(self, job: Job[Any]) -> None:
+    def _let_go(self, job: Job) -> None:
         self.load -= job.price.seconds
         job.staging.release()
 
@@ -354,7 +353,7 @@ class Engines:
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners = list(listeners)
         self._engines: list[Engine] = []
-        self._waiting_jobs: deque[Job[Any]] = deque()  # jobs that wait until an engine is ready
+        self._waiting_jobs: deque[Job] = deque()  # jobs that wait until an engine is ready
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Connect to the engines at these addresses; `state` shows when one is ready."""
@@ -413,7 +412,7 @@ class Engines:
     def _ready(self) -> list[Engine]:
         return [engine for engine in self._engines if engine.state is State.READY]
 
-    def submit(self, job: Job[Any]) -> asyncio.Future[JobResult]:
+    def submit(self, job: Job) -> asyncio.Future[JobResult]:
         """Submit a job, and return the future of its answer; the tensors will be in the job's staging memory.
 
         If the caller cancels the future or sets it, the engine is told to drop the job. The future or this call raises
@@ -470,7 +469,7 @@ class Engines:
             code = "draining" if self.state is State.STOPPED else "not_ready"
             raise Refusal(code, f"the engine is {self.state.value}")
 
-    def _send(self, job: Job[Any]) -> None:
+    def _send(self, job: Job) -> None:
         wanted = job.incarnation
         able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
         if not able:
@@ -484,7 +483,7 @@ class Engines:
         engine.submit(job)
         job.answer.add_done_callback(lambda _: engine.cancel(job))
 
-    def _keep(self, lost: list[Job[Any]]) -> None:
+    def _keep(self, lost: list[Job]) -> None:
         """Send the jobs that a dead engine had not started to another engine, or store them until one is ready."""
         self._waiting_jobs.extend(lost)
         self._resume()

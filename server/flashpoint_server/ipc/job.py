@@ -6,16 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from flashpoint_contract.spec import Spec
 from flashpoint_server.exchange import Timings
-from flashpoint_server.ipc.bodies import AttentionCall, Body
+from flashpoint_server.ipc.bodies import Body
 from flashpoint_server.ipc.messages import CacheRecord, SavedRecord, Submit
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Staging
-
-B = TypeVar("B", bound=Body, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class JobResult:
 
 
 @dataclass(eq=False, kw_only=True)
-class Job(Generic[B]):
+class Job:
     """The work of one request for an engine. `deadline` is in `time.monotonic` seconds; None means no deadline.
 
     `progress` is called with each VerifyProgress in JSON. The first call means that the verification has started.
@@ -44,7 +41,7 @@ class Job(Generic[B]):
     """
 
     id: str
-    body: B
+    body: Body
     staging: Staging
     timings: Timings
     price: Price
@@ -81,10 +78,3 @@ class Job(Generic[B]):
     @property
     def late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
-
-
-@dataclass(eq=False, kw_only=True)
-class AttentionJob(Job[AttentionCall]):
-    """A job that computes attention or its gradients for the problem `spec`."""
-
-    spec: Spec

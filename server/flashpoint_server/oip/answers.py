@@ -16,13 +16,13 @@ from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.http.body import Part, RequestBody
-from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.regions import RegionSlice
-from flashpoint_server.ipc.staging import ALIGNMENT
+from flashpoint_server.ipc.staging import ALIGNMENT, Staging
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.inflated import WINDOW_BITS
 from flashpoint_server.oip.models import VERSION
+from flashpoint_server.plan import Plan
 
 # zlib's compression level. Floating-point numbers hardly compress at any level, so use the fastest.
 _LEVEL = 1
@@ -37,19 +37,25 @@ class _HttpOutput(NamedTuple):
 
 
 async def encode(
-    model: str, asked: InferHead, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs
+    model: str,
+    asked: InferHead,
+    plan: Plan,
+    staging: Staging,
+    metadata: Mapping[str, Any],
+    body: RequestBody,
+    codec: Codecs,
 ) -> tuple[list[Part], dict[str, str]]:
     """Return the parts of the answer's body in order, and the header fields that describe the body.
 
     `asked` is the request's head.
     """
-    places = job.staging.outputs
-    views = job.staging.views(places)
+    places = staging.outputs
+    views = staging.views(places)
     outputs = tuple(
         _HttpOutput(name, places[name].dtype, places[name].shape, places[name].size if binary else None, shared)
-        for name, binary, shared in asked.wanted(job.spec)
+        for name, binary, shared in asked.wanted(plan.answers)
     )
-    about = (model, asked.id, tuple(answer.metadata.items()))
+    about = (model, asked.id, tuple(metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
         head = await codec.run(body, _head_with, about, outputs, numbers)
     else:  # answers have few different heads, so these are cached, except those with an id, which is new each time

@@ -25,14 +25,14 @@ from flashpoint_contract import strictjson
 from flashpoint_contract.options import OPTIONS, Direction, Names, Pair
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.jsonwire import FieldError
-from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ANSWERS, TENSORS, TensorInfo
 from flashpoint_contract.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
 from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.message import check_extent, make_spec
+from flashpoint_server.formats.message import check_extent
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
+from flashpoint_server.plan import Call, read_call
 from flashpoint_server.refusal import invalid
 
 # A parameter has one value, so an option that is a pair, such as `window`, is sent as two parameters with these names.
@@ -88,16 +88,16 @@ class InferHead:
     binary: bool
     timeout: int
     priority: int
-    specs: dict[Direction, Spec] = field(default_factory=dict)  # cache of the method `spec`
+    calls: dict[Direction, Call] = field(default_factory=dict)  # as in `TensorMessage`
 
     @property
     def data_size(self) -> int:
         """The number of bytes that follow the head."""
         return sum(given.size for given in self.inputs)
 
-    def spec(self, direction: Direction) -> Spec:
-        """Return the attention problem. A requested output sets the option that it needs. Raises Refusal 422."""
-        if direction not in self.specs:
+    def call(self, direction: Direction) -> Call:
+        """Return the checked call. A requested output sets the option that it needs. Raises Refusal 422."""
+        if direction not in self.calls:
             known = [name for name in ANSWERS[direction] if "oip" not in TENSORS[name].refused]
             if unknown := [output.name for output in self.outputs if output.name not in known]:
                 raise invalid([("outputs", f"{unknown[0]!r} is not one of {', '.join(known)}")])
@@ -105,21 +105,23 @@ class InferHead:
             implied: dict[str, Any] = {}
             if names:
                 implied = {"return_lse": "lse" in names} if direction == "forward" else {"grads": names}
-            infos = {given.name: given.info for given in self.inputs}
-            spec = make_spec(infos, implied | self.options, direction, "oip")
-            if missing := [name for name in names if name not in spec.outputs]:
-                raise invalid([("outputs", f"{missing[0]!r} is requested, but the parameters exclude it")])
-            self.specs[direction] = spec
-        return self.specs[direction]
+            given = [given.name for given in self.inputs]
+            self.calls[direction] = read_call(given, implied | self.options, direction, "plain", "oip")
+        return self.calls[direction]
 
     def deadline(self, settings: Settings) -> float | None:
         """Return the deadline from `timeout`, in `time.monotonic` seconds; None if there is none."""
         seconds = min(self.timeout / 1e6, settings.max_timeout_ms / 1e3)
         return time.monotonic() + seconds if seconds else None
 
-    def wanted(self, spec: Spec) -> tuple[Wanted, ...]:
-        """Return the outputs that the answer contains, in order: those of `outputs`, or all of `spec`."""
-        return self.outputs or tuple(Wanted(name, self.binary) for name in spec.outputs)
+    def wanted(self, answers: Iterable[str]) -> tuple[Wanted, ...]:
+        """Return the outputs that the answer contains, in order: those of `outputs`, or all `answers` of the plan.
+
+        Raises Refusal 422.
+        """
+        if missing := [output.name for output in self.outputs if output.name not in answers]:
+            raise invalid([("outputs", f"{missing[0]!r} is requested, but the parameters exclude it")])
+        return self.outputs or tuple(Wanted(name, self.binary) for name in answers)
 
 
 def parse(text: bytes) -> InferHead:

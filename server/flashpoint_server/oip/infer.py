@@ -10,7 +10,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.message import refuse_invalid
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.answers import compressed, encode
@@ -19,6 +18,7 @@ from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import Model
 from flashpoint_server.oip.statistics import Statistics
+from flashpoint_server.plan import refuse_invalid
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, compute, earlier, write
 
@@ -86,7 +86,7 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     request.body.deadline = earlier(request.body.deadline, head.deadline(request.service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
-    parts, fields = await encode(model.name, head, job, answer, request.body, codec)
+    parts, fields = await encode(model.name, head, request.plan, job.staging, answer.metadata, request.body, codec)
     # Compress only if the field names a single coding: clients that did not choose one send a list.
     if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:
         parts, fields["content-encoding"] = await compressed(parts, coding), coding

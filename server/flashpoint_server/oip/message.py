@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
 
 from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec
@@ -14,6 +13,7 @@ from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.http.body import copy
 from flashpoint_server.ipc.regions import Region, Regions, check_apart
 from flashpoint_server.oip.head import InferHead, Input
+from flashpoint_server.plan import Call, Plan
 
 
 class InferMessage(TensorMessage):
@@ -24,21 +24,17 @@ class InferMessage(TensorMessage):
 
     def __init__(self, head: InferHead, regions: Regions, owner: str) -> None:
         self.head = head
-        self.inputs = [(given.name, given.info) for given in head.inputs]
+        self.inputs = tuple((given.name, given.info) for given in head.inputs)
+        self.options, self.calls = head.options, head.calls
         self._regions = regions
         self._owner = owner
 
-    def options(self) -> Mapping[str, Any]:
-        """Return the options of the attention problem."""
-        return self.head.options
+    def call(self, direction: Direction) -> Call:
+        return self.head.call(direction)
 
-    def spec(self, direction: Direction) -> Spec:
-        """Return the attention problem. A requested output sets the option that it needs. Raises Refusal 422."""
-        return self.head.spec(direction)
-
-    def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return the outputs that the answer contains as numbers, not as bytes."""
-        return [spec.outputs[o.name] for o in self.head.wanted(spec) if not (o.binary or o.shared)]
+    def numbers(self, plan: Plan) -> list[TensorInfo]:
+        """Return the outputs that the answer contains as numbers, not as bytes. Raises Refusal 422."""
+        return [plan.answers[o.name] for o in self.head.wanted(plan.answers) if not (o.binary or o.shared)]
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
         """Return (region, offset) of each tensor in the caller's shared memory, by name. Raises Refusal 422.
@@ -46,7 +42,7 @@ class InferMessage(TensorMessage):
         Index tensors are left out: `fill` copies them, because their values are checked and must not change afterwards.
         """
         locate = partial(self._regions.locate, self._owner)
-        inputs, wanted = self.head.inputs, self.head.wanted(spec)
+        inputs, wanted = self.head.inputs, self.head.wanted(spec.outputs)
         given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
         outputs = {o.name: locate(o.name, spec.outputs[o.name], o.shared, spare=True) for o in wanted if o.shared}
         if outputs:

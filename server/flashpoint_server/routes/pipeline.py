@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from flashpoint_contract.options import Direction
-from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_contract.wording.sizes import in_bytes
-from flashpoint_kernels.dispatching.support import choose_backend
-from flashpoint_kernels.problems.workspace import workspace_of
-from flashpoint_server.access.admission import Permit, check_size
+from flashpoint_server.access.admission import Permit
 from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange, LaunchInfo, Timings
-from flashpoint_server.formats.message import Format, Kind, RequestPlan, TensorMessage, refuse_invalid, text_bytes
+from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
 from flashpoint_server.formats.negotiation import formats
 from flashpoint_server.http.body import MOST_AT_ONCE, ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import send_refusal
 from flashpoint_server.http.fields import answer_fields
-from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, Recall, Save
-from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
+from flashpoint_server.ipc.bodies import AttentionCall, Body, CacheRef, Recall, Save
+from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.staging import Layout, Staging
+from flashpoint_server.plan import Call, Kind, Plan
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
-
-J = TypeVar("J", bound=Job[Any])
 
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any setting
@@ -85,6 +80,7 @@ class RouteRequest:
     device: DeviceInfo = field(init=False, repr=False)  # set by `begin`, like `priority`
     priority: int = 0
     permit: Permit | None = None  # set by `admit`
+    plan: Plan = field(init=False, repr=False)  # set by `carry_out`
 
     def waiting_since(self) -> float | None:
         """Return when the body ended, in `time.monotonic` seconds; None before that, and once the answer has begun."""
@@ -92,8 +88,8 @@ class RouteRequest:
 
 
 Handler = Callable[[RouteRequest], Awaitable[None]]
-Numbers = Callable[[Spec], list[TensorInfo]]  # returns the outputs that the answer contains as text, not as bytes
-Computed = tuple[AttentionJob, JobResult]
+Numbers = Callable[[Plan], Iterable[TensorInfo]]  # returns the outputs that the answer contains as text, not as bytes
+Computed = tuple[Job, JobResult]
 Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[Computed]]
 MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
@@ -219,7 +215,7 @@ async def attention(request: RouteRequest, direction: Direction, planners: Mappi
         job, answer = await compute(request, message, direction, wanted.numbers)
     else:
         job, answer = await planners[kind](request, message, wanted.numbers)
-    parts = await wanted.write(job, answer, request.body, request.service.codec)
+    parts = await wanted.write(request.plan, job.staging, answer.metadata, request.body, request.service.codec)
     await write(request, job, answer, parts, {"content-type": wanted.media_type})
 
 
@@ -228,63 +224,57 @@ async def compute(request: RouteRequest, message: TensorMessage, direction: Dire
 
     Raises Refusal and ClientGoneError.
     """
-    plan = message.plan(direction, request.device, partial(choose, request.service.settings))
-    return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes + plan.spec.output_bytes)
-
-
-@refuse_invalid()
-def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
-    """Return the name of the backend for a problem, and check the problem's size. Raises Refusal 413 and 422."""
-    backend = choose_backend(spec, device.choices)
-    stores_ds = settings.store_ds and backend == "triton"
-    workspace = workspace_of(spec, settings.workspace_bytes) if stores_ds else 0
-    check_size(spec, device.memory, settings.sequence_limit, workspace)
-    return backend
+    call = message.call(direction)
+    plan = request.service.plans.of(message.inputs, call, request.device)
+    return await carry_out(request, message, plan, call, numbers, plan.price)
 
 
 async def carry_out(
     request: RouteRequest,
     message: TensorMessage,
-    plan: RequestPlan,
-    text: list[TensorInfo],
-    nbytes: int,
+    plan: Plan,
+    call: Call,
+    numbers: Numbers,
+    price: Price,
     *,
     cache_ref: CacheRef | None = None,
     saved: Callable[[Mapping[str, Any]], Save | Recall | None] = lambda _: None,
     **engine: Any,
 ) -> Computed:
-    """Admit, stage and submit a planned problem.
+    """Admit, stage and submit a planned call, at the cost `price`.
 
-    `text` are the outputs to send as text, `nbytes` is the size of all staged tensors. `cache_ref` names the caches of
-    a call over caches. `saved` gets the values of the index tensors, by name, and returns `AttentionCall.saved`.
-    `engine` are the fields `incarnation` and `lost` of `Job`. Raises Refusal and ClientGoneError.
+    `cache_ref` names the caches of a call over caches. `saved` gets the values of the index tensors, by name, and
+    returns `AttentionCall.saved`. `engine` are the fields `incarnation` and `lost` of `Job`. Raises Refusal and
+    ClientGoneError.
     """
-    service, body = request.service, request.body
-    spec, backend, price, device, options, _ = plan
+    service, body, spec = request.service, request.body, plan.spec
+    request.plan = plan
+    text = list(numbers(plan))
     if (size := sum(info.nbytes for info in text)) > (limit := service.settings.json_limit):
         raise Refusal(
             "work_too_large",
             f"a JSON answer of {in_bytes(size)} exceeds the limit of {in_bytes(limit)}: request a binary answer",
         )
-    permit = request.permit or admit(request, nbytes)
+    permit = request.permit or admit(request, plan.layout.nbytes)
     if text:
         permit.grow(text_bytes(text))
     permit.charge(price, body.deadline, service.engine.pace if body.deadline is not None else 0.0)
-    layout = plan.layout or Layout.of(message.inputs, spec.outputs, message.elsewhere(spec))
+    elsewhere = message.elsewhere(spec)  # tensors in memory of the caller, which no plan holds
+    layout = Layout.of(message.inputs, spec.outputs, elsewhere) if elsewhere else plan.layout
     staging = stage(request, layout)
     await message.receive(body, staging.views(staging.inputs))
     index = staging.index()
     if index and cache_ref is None:  # the index tensors have arrived, and with their values the cost is exact
-        permit.correct(price_of(spec, backend, device, index))
-    request.exchange.facts.update(backend=backend, shapes=layout.shapes)
-    call = AttentionCall(spec.direction, options, backend, cache_ref, saved(index))
-    job = make_job(request, call, staging, permit.price, partial(AttentionJob, spec=spec, **engine))
+        permit.correct(price_of(spec, plan.backend, request.device, index))
+    request.exchange.facts.update(backend=plan.backend, shapes=layout.shapes)
+    asked = AttentionCall(spec.direction, plan.options, plan.backend, call.seed, cache_ref, saved(index))
+    job = make_job(request, asked, staging, permit.price, **engine)
     return job, await submit(request, job)
 
 
-def make_job(request: RouteRequest, body: Any, staging: Staging, price: Price, kind: Callable[..., J]) -> J:
-    """Return the job of a request. `kind` is its class, or a function that adds the fields of that class."""
-    return kind(
+def make_job(request: RouteRequest, body: Body, staging: Staging, price: Price, **engine: Any) -> Job:
+    """Return the job of a request. `engine` are the fields `incarnation` and `lost` of `Job`."""
+    return Job(
         id=request.exchange.request_id,
         body=body,
         staging=staging,
@@ -292,10 +282,11 @@ def make_job(request: RouteRequest, body: Any, staging: Staging, price: Price, k
         price=price,
         deadline=request.body.deadline,
         priority=request.priority,
+        **engine,
     )
 
 
-async def submit(request: RouteRequest, job: Job[Any]) -> JobResult:
+async def submit(request: RouteRequest, job: Job) -> JobResult:
     """Submit a job and return the engine's answer.
 
     Raises Refusal 504 at the deadline, and ClientGoneError if the client disconnects.
@@ -319,7 +310,7 @@ async def submit(request: RouteRequest, job: Job[Any]) -> JobResult:
 
 
 async def write(
-    request: RouteRequest, job: AttentionJob, answer: JobResult, parts: list[Part], fields: Mapping[str, str]
+    request: RouteRequest, job: Job, answer: JobResult, parts: list[Part], fields: Mapping[str, str]
 ) -> None:
     """Send an answer encoded as `parts`, with the header `fields`. Raises Refusal 504 and ClientGoneError."""
     if job.late:
@@ -330,10 +321,10 @@ async def write(
     for name, ms in durations.items():
         exchange.facts[f"{name}_ms"] = ms
     exchange.facts["batch_size"] = answer.batch_size
-    exchange.way = LaunchInfo(job.body.backend, answer.batch_size, answer.launch, timings)
+    exchange.way = LaunchInfo(request.plan.backend, answer.batch_size, answer.launch, timings)
     headers = {
         **fields,
-        "x-backend": job.body.backend,
+        "x-backend": request.plan.backend,
         **({"x-kernel": kernel} if (kernel := answer.metadata.get("kernel")) else {}),
         "x-batch-size": str(answer.batch_size),
         "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),

@@ -18,7 +18,7 @@ from flashpoint_contract.wording.sizes import in_flops, longest
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
-from flashpoint_server.formats.message import TensorMessage, refuse_invalid
+from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format, takes_events
 from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.ipc.bodies import VerifyCall
@@ -26,6 +26,7 @@ from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, verification_price
 from flashpoint_server.ipc.staging import Layout
+from flashpoint_server.plan import Named, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
     RouteRequest,
@@ -58,7 +59,7 @@ async def verify(request: RouteRequest) -> None:
     text = await body.text() if given is JSON else None
     drawn: VerifyRequest | None = None
     message: TensorMessage | None = None
-    inputs: list[tuple[str, TensorInfo]] = []
+    inputs: Named = ()
     if text is not None and len(text) <= DRAWN_LIMIT:
         drawn = await service.codec.parse(body, _drawn, text)
     if drawn is not None:
@@ -77,14 +78,14 @@ async def verify(request: RouteRequest) -> None:
     if message is not None:
         await message.receive(body, staging.views(staging.inputs))
     events = takes_events(request.headers)
-    job = make_job(request, VerifyCall(request_json, events), staging, price, Job[VerifyCall])
+    job = make_job(request, VerifyCall(request_json, events), staging, price)
     if events:
         await _stream(request, job)
     else:
         await reply(request, [(await submit(request, job)).report], {"content-type": jsonwire.MEDIA_TYPE})
 
 
-async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
+async def _stream(request: RouteRequest, job: Job) -> None:
     """Send the newest VerifyProgress as an event whenever there is one, then the report.
 
     The answer starts with the first event. Then send a comment after each HEARTBEAT_SECONDS without progress: if the
@@ -170,7 +171,7 @@ def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tu
     direction: Direction = "backward" if "do" in infos else "forward"
     names = _PROBLEM if direction == "backward" else FORWARD_TENSORS
     with refuse_invalid():
-        options = AttentionOptions.model_validate(message.options())
+        options = AttentionOptions.model_validate(message.options)
         _check_options(options)
         problem = {name: info for name, info in infos.items() if name in names}
         spec = plan(problem, Options(**options.model_dump()), direction)

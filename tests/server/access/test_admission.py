@@ -9,6 +9,7 @@ import pytest
 from flashpoint_contract.options import Options
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels.problems.cost import NOMINAL
 from flashpoint_server.access import admission as module
 from flashpoint_server.access.admission import FEW, PATIENCE, Admission, check_size
 from flashpoint_server.access.limits import Spent
@@ -17,8 +18,8 @@ from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price
+from flashpoint_server.plan import Call, Plans
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.pipeline import choose
 
 
 def spec(q, k, v, dtype="float32", **options):
@@ -109,13 +110,13 @@ def test_stored_ds_counts_while_it_is_on():
     """A gradient on `triton` needs the workspace beside its tensors, once, and in chunks of a smaller setting less."""
     shape = (1, 2, 1024, 64)
     infos = dict.fromkeys(("q", "k", "v", "do"), TensorInfo("bfloat16", shape))
-    gradient = plan(infos, Options(backend="triton"), "backward")
+    call = Call.of("plain", "backward", Options(backend="triton"))
     tensors, of_head = 7 * 2 * 2 * 1024 * 64, 2 * 1024 * 1024
-    assert gradient.footprint == tensors
+    assert plan(infos, call.options, "backward").footprint == tensors
 
     def chosen(memory, **settings):
-        gpu = DeviceInfo("cuda:0", "a GPU", memory, ("triton", "tiled", "reference"), 1e12)
-        return choose(Settings(**settings), gradient, gpu)
+        gpu = DeviceInfo("cuda:0", "a GPU", memory, ("triton", "tiled", "reference"), 1e12, NOMINAL)
+        return Plans(Settings(**settings)).of(tuple(infos.items()), call, gpu).backend
 
     assert chosen(tensors) == "triton"
     assert chosen(tensors + 2 * of_head, store_ds=True) == "triton"

@@ -20,7 +20,7 @@ def ids(replica="a", secret=SECRET):
 
 
 def test_an_id_has_the_problem_of_its_forward():
-    head = SavedIds.head(FORWARD, EXTENT)
+    head = SavedIds.head(FORWARD, None, EXTENT)
     here = ids()
     one = here.make("alice", 7, 3, head)
     assert one == here.make("alice", 7, 3, head)
@@ -28,12 +28,12 @@ def test_an_id_has_the_problem_of_its_forward():
     read = ids("b").read("alice", one)
     assert read == ("a", 7, 3, FORWARD, EXTENT)
     assert read.forward.options == FORWARD.options
-    assert ids().read("alice", here.make("alice", 7, 3, SavedIds.head(FORWARD, None))).extent is None
+    assert ids().read("alice", here.make("alice", 7, 3, SavedIds.head(FORWARD, None, None))).extent is None
 
 
 def test_other_owners_secrets_and_texts_are_not_read():
     here = ids()
-    one = here.make("alice", 7, 3, SavedIds.head(FORWARD, EXTENT))
+    one = here.make("alice", 7, 3, SavedIds.head(FORWARD, None, EXTENT))
     assert here.read("bob", one) is None
     assert ids(secret="and another one, which is no shorter").read("alice", one) is None
     for text in ("", "s", "c" + one[1:], one[:-1], one + "A", one[:20] + "ä", "s" * (ID_LENGTH + 1)):

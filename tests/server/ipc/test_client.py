@@ -22,7 +22,7 @@ from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc import client as engine
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
 from flashpoint_server.ipc.client import Engine, Engines, State
-from flashpoint_server.ipc.job import AttentionJob
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.staging import Layout, Pool, Staging
 from flashpoint_server.observability.metrics import Metrics
@@ -66,9 +66,8 @@ class Bench:
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
         for view in staging.views(staging.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
-        return AttentionJob(
+        return Job(
             id=name,
-            spec=spec,
             body=AttentionCall("forward", pack_options(Options()), "reference"),
             staging=staging,
             timings=Timings(0.0),

@@ -32,7 +32,7 @@ from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.ipc.bodies import CacheRef, PlacedTensor
+from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, PlacedTensor
 from flashpoint_server.refusal import Refusal, invalid, of_problem
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})
@@ -96,21 +96,24 @@ class CallTensors:
 
 
 class CachedCall(NamedTuple):
-    """A call over caches: its tensors and its caches. `payload`: as in `Terms`."""
+    """A call over caches: its tensors, its caches, and the caller's dropout seed. `payload`: as in `Terms`."""
 
     of: CallTensors
     cache_ref: CacheRef
+    seed: int | None = None
     payload: bytes = b""
 
     @classmethod
     def of_request(
-        cls, of: CallTensors, cache_ref: CacheRef, inputs: Sequence[PlacedTensor], memory: Mapping[int, mmap.mmap]
+        cls, of: CallTensors, body: AttentionCall, inputs: Sequence[PlacedTensor], memory: Mapping[int, mmap.mmap]
     ) -> CachedCall:
-        """Return the call that a message submits, with `inputs` in shared memory."""
+        """Return the call `body` that a message submits, with `inputs` in shared memory."""
+        cache_ref, seed = body.cache_ref, body.seed
+        assert cache_ref is not None
         if not cache_ref.key:
-            return cls(of, cache_ref)
+            return cls(of, cache_ref, seed)
         named = structs.replace(cache_ref, owner="", key="", quota=None)
-        return cls(of, cache_ref, payload_of(named, inputs, memory))
+        return cls(of, cache_ref, seed, payload_of((named, seed), inputs, memory))
 
     @property
     def terms(self) -> Terms:
@@ -171,7 +174,8 @@ class CachedCall(NamedTuple):
         t = call.views | {name: shell.view(name).contiguous() for name in shell.tensors}
         t |= {name: self._mask(name) for name in _MASKS if name in call.tensors}
         spans = [track.spans() for track in tracks]
-        forward = Forward(spec, t, spans, drawn_seed(spec.options))
+        seed = drawn_seed(spec.options) if self.seed is None else self.seed
+        forward = Forward(spec, t, spans, seed)
         rows = [
             row._replace(kv_len=track.length, offset=spec.offset(row.q_len, track.length))
             for row, track in zip(call.rows, tracks, strict=True)
@@ -215,7 +219,7 @@ class CachedCall(NamedTuple):
         options = spec.options if spec.rank == 4 or spec.ragged else replace(spec.options, layout="bhsd")
         outputs = {name: self._heads(t, name != "lse") for name, t in self.of.outputs.items()}
         try:
-            return Problem.create(given, options, outputs=outputs, trusted=True, fixed_pages=True)
+            return Problem.create(given, options, outputs=outputs, trusted=True, fixed_pages=True, seed=self.seed)
         except ProblemError as error:
             raise of_problem(error) from None
 

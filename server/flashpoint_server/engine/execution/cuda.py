@@ -167,7 +167,8 @@ class CudaDevice(ComputeDevice):
         """
         tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         tensors |= {name: recalled(name, t) for name, t in self._recalled(job).items()}
-        return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
+        spec, seed = job.spec, job.attention.seed
+        return Problem.create(tensors, spec.options, spec.direction, spec=spec, seed=seed)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:

@@ -276,7 +276,9 @@ class ComputeDevice(ABC):
         given |= {name: t.cpu() for name, t in self._recalled(job).items()}
         wanted = {t.name: tensor_in(memory, t) for t in job.submit.outputs}
         try:
-            return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
+            return Problem.create(
+                given, spec.options, spec.direction, spec=spec, outputs=wanted, seed=job.attention.seed
+            )
         except ProblemError as error:
             raise of_problem(error) from None
 

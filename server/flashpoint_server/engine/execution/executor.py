@@ -156,10 +156,8 @@ class Executor:
 
     def _call(self, request: EngineRequest) -> CachedCall:
         """Return a request's tensors and caches as a `CachedCall`. Raises Refusal 422."""
-        cache_ref = request.attention.cache_ref
-        assert cache_ref is not None
         tensors = self.device.call_tensors(request)
-        return CachedCall.of_request(tensors, cache_ref, request.submit.inputs, request.memory)
+        return CachedCall.of_request(tensors, request.attention, request.submit.inputs, request.memory)
 
     def _keep(self, request: EngineRequest) -> Exception | None:
         try:

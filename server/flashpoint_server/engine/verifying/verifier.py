@@ -13,13 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import structlog
 
-from flashpoint_contract.options import Options
+from flashpoint_contract.options import OPTIONS, Options
 from flashpoint_kernels.dispatching.machine import cpu_name
 from flashpoint_server.engine.execution.device import ComputeDevice
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Worker
@@ -214,6 +213,5 @@ def _count(worker: Worker, labels: Labels, result: str) -> None:
 
 
 def _options(options: Options) -> dict[str, Any]:
-    """Return the options that differ from their defaults."""
-    default = Options()
-    return {f.name: v for f in fields(options) if (v := getattr(options, f.name)) != getattr(default, f.name)}
+    """Return the options that differ from their defaults, without the seed: that in a plan is not the request's."""
+    return {name: getattr(options, name) for name in OPTIONS if name in options.given - {"dropout_seed"}}

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
-from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.regions import RegionSlice
+from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before
 from flashpoint_server.oip.grpc.request import CONTENTS
 from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.models import VERSION
+from flashpoint_server.plan import Plan
 
 RAW_OUTPUTS = 6  # number of the protobuf field `raw_output_contents`: the tensors' bytes
 
@@ -39,14 +40,20 @@ class _About(NamedTuple):
 
 
 async def encode(
-    model: str, asked: InferHead, job: AttentionJob, answer: JobResult, body: RequestBody, codec: Codecs
+    model: str,
+    asked: InferHead,
+    plan: Plan,
+    staging: Staging,
+    metadata: Mapping[str, Any],
+    body: RequestBody,
+    codec: Codecs,
 ) -> list[Part]:
     """Return the parts of the ModelInferResponse in order. `asked` is the request's head."""
-    wanted = asked.wanted(job.spec)
-    places = job.staging.outputs
-    views = job.staging.views(places)
+    wanted = asked.wanted(plan.answers)
+    places = staging.outputs
+    views = staging.views(places)
     outputs = tuple(_RpcOutput(o.name, places[o.name].dtype, places[o.name].shape, o.shared) for o in wanted)
-    about = _About(model, asked.id, tuple(answer.metadata.items()))
+    about = _About(model, asked.id, tuple(metadata.items()))
     here = [o for o in wanted if not o.shared]
     if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
         return [await codec.run(body, _head_with, about, outputs, numbers)]

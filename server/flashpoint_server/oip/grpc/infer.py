@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 from starlette.types import Receive, Scope
 
-from flashpoint_contract.options import Direction
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.message import Choose, RequestPlan, refuse_invalid
 from flashpoint_server.http.body import ClientGoneError, RequestBody, copy
-from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.grpc.answer import encode
@@ -28,6 +26,7 @@ from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import find
 from flashpoint_server.oip.statistics import Statistics
+from flashpoint_server.plan import Plan, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, earlier, write
 
@@ -104,22 +103,16 @@ class _GrpcMessage(InferMessage):
         self._size = size
         self._hold = hold
 
-    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Return the plan, and count memory for two copies of the answer: its joined parts here, and gRPC's copy.
-
-        Raises Refusal.
-        """
-        planned = super().plan(direction, device, choose)
-        spec = planned.spec
-        in_numbers = [o.name for o in self.head.wanted(spec) if not (o.binary or o.shared)]
-        for name in in_numbers:
-            if (dtype := spec.outputs[name].dtype) not in CONTENTS:
-                problem = f"{name!r} is {DATATYPE_OF[dtype]}, which is only available as raw_output_contents"
+    def numbers(self, plan: Plan) -> list[TensorInfo]:
+        """Like `InferMessage.numbers`. Count memory for two copies of the answer: its joined parts, and gRPC's copy."""
+        for output in self.head.wanted(plan.answers):
+            if not (output.binary or output.shared) and (dtype := plan.answers[output.name].dtype) not in CONTENTS:
+                problem = f"{output.name!r} is {DATATYPE_OF[dtype]}, which is only available as raw_output_contents"
                 raise invalid([("outputs", problem)])
-        if (size := spec.output_bytes + _HEAD_ROOM) > LARGEST_MESSAGE:
+        if (size := plan.spec.output_bytes + _HEAD_ROOM) > LARGEST_MESSAGE:
             raise Refusal("work_too_large", f"an answer of {size} bytes exceeds gRPC's limit of {LARGEST_MESSAGE}")
-        self._hold.add(2 * spec.output_bytes)
-        return planned
+        self._hold.add(2 * plan.spec.output_bytes)
+        return super().numbers(plan)
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors into `places`, and release the message."""
@@ -153,7 +146,7 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
-    parts = await encode(model.name, head, job, answer, body, service.codec)
+    parts = await encode(model.name, head, request.plan, job.staging, answer.metadata, body, service.codec)
     await write(request, job, answer, parts, {})
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 

@@ -7,56 +7,47 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flashpoint_contract.options import Options
 from flashpoint_contract.saved import (
     SAVED_OPTIONS,
     plain,
-    plan_recalled,
-    plan_saved,
+    recalled_options,
     refused_beside,
     saved_bytes,
     saved_tensors,
 )
 from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
-from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
-from flashpoint_server.ipc.bodies import Recall, Save, pack_options
+from flashpoint_server.formats.message import TensorMessage
+from flashpoint_server.ipc.bodies import Recall, Save
 from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
+from flashpoint_server.ipc.price import MOST_FLOPS, Price
+from flashpoint_server.plan import Call, Plan, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import cache_count, cache_quota, set_replica_header
-from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out, choose
+from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out
 
 SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
 
 
 async def compute_saving(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
     """Compute attention and save it; `saved` in the answer's metadata is the id. Raises Refusal and ClientGoneError."""
-    service, device = request.service, request.device
+    service, call = request.service, message.call("forward")
     set_replica_header(request)
-    options = _options(message)
-    if options.dropout_p and options.dropout_seed is None:
-        options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
-    with refuse_invalid():
-        spec = plan_saved(infos := dict(message.inputs), options)
-        answer_spec = plan(infos, options, "forward")  # the answer has lse only if the caller requests it
-    backend = choose(service.settings, spec, device)
+    if call.options.dropout_p and call.seed is None:
+        call = call.seeded(secrets.randbits(SEED_BITS))
+    plan = service.plans.of(message.inputs, call, request.device)
     owner, quota, most = request.caller.name, cache_quota(request), cache_count(request)
-    _check_memory(request, size := saved_bytes(spec), quota)
+    _check_memory(request, size := saved_bytes(plan.spec), quota)
     head = b""
 
     def save(index: Mapping[str, Any]) -> Save:
         nonlocal head
-        head = SavedIds.head(spec, extent_of(spec, index) if index else None)
+        head = SavedIds.head(plan.spec, call.seed, extent_of(plan.spec, index) if index else None)
         return Save(owner, quota, size, head, most)
 
-    planned = RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
-    nbytes = spec.input_bytes + spec.output_bytes
-    job, answer = await carry_out(request, message, planned, numbers(answer_spec), nbytes, saved=save)
-    job.staging.outputs = {name: job.staging.outputs[name] for name in answer_spec.outputs}
+    job, answer = await carry_out(request, message, plan, call, numbers, plan.price, saved=save)
     engine, serial = answer.incarnation, answer.metadata["saved"]
 
     def left() -> None:
@@ -66,17 +57,6 @@ async def compute_saving(request: RouteRequest, message: TensorMessage, numbers:
     request.cleanup.callback(left)
     saved = service.saved_ids.make(owner, engine, serial, head)
     return job, replace(answer, metadata={**answer.metadata, "saved": saved})
-
-
-@refuse_invalid()
-def _options(message: TensorMessage) -> Options:
-    """Return the options of a call with `save`. Raises Refusal 422."""
-    options = message.options()
-    if options.get("caches") is not None:
-        raise invalid([("save", "cannot be combined with caches, which have no gradients")])
-    if options.get("saved") is not None:
-        raise invalid([("saved", "is only for POST /attention/grad")])
-    return read_options(plain(options))
 
 
 def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
@@ -102,8 +82,7 @@ def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
 
 async def compute_recalled(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
     """Compute the gradients of a saved forward. Raises Refusal and ClientGoneError."""
-    service, device = request.service, request.device
-    options, infos = dict(message.options()), dict(message.inputs)
+    options, infos = dict(message.options), dict(message.inputs)
     if options.get("save") is False:
         del options["save"]
     if refused := refused_beside(infos, options):
@@ -111,22 +90,21 @@ async def compute_recalled(request: RouteRequest, message: TensorMessage, number
     one = found_saved(request, options["saved"])
     with refuse_invalid():
         chosen = AttentionOptions.model_validate(plain(options)).model_dump(exclude_unset=True)
-        spec = plan_recalled(one.forward, infos, chosen)
-    backend = choose(service.settings, spec, device)
-    tensors = [(name, info.dtype, info.shape) for name, info in saved_tensors(one.forward).items()]
-    recall = Recall(request.caller.name, one.serial, tensors)
-    planned = RequestPlan(spec, backend, _price(one, spec, backend, device), device, pack_options(spec.options))
-    nbytes = sum(info.nbytes for info in infos.values()) + spec.output_bytes
+        call = Call.of("saved", "backward", recalled_options(one.forward, chosen))
+    tensors = tuple(saved_tensors(one.forward).items())
+    plan = request.service.plans.of(message.inputs, call, request.device, tensors)
+    recall = Recall(request.caller.name, one.serial, [(name, info.dtype, info.shape) for name, info in tensors])
     engine: dict[str, Any] = {"incarnation": one.incarnation, "lost": "saved_lost"}
-    return await carry_out(request, message, planned, numbers(spec), nbytes, saved=lambda _: recall, **engine)
+    price = _price(one, plan, request.device)
+    return await carry_out(request, message, plan, call, numbers, price, saved=lambda _: recall, **engine)
 
 
-def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
+def _price(one: SavedId, plan: Plan, device: DeviceInfo) -> Price:
     """Return the cost of the gradients. It is exact if the id has the forward's number of (query, key) pairs."""
     if one.extent is None:
-        return price_of(spec, backend, device)
-    flops = flops_of(spec, one.extent.pairs)
-    return Price(min(flops, MOST_FLOPS), seconds_of(spec, device.rates[backend], one.extent))
+        return plan.price
+    flops = flops_of(plan.spec, one.extent.pairs)
+    return Price(min(flops, MOST_FLOPS), seconds_of(plan.spec, device.rates[plan.backend], one.extent))
 
 
 def found_saved(request: RouteRequest, text: object) -> SavedId:

@@ -23,7 +23,6 @@ from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import binary_format, check_json, request_format
 from flashpoint_server.ipc import bodies
 from flashpoint_server.ipc.bodies import CacheCall, CacheOperation, CacheShape
-from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.ipc.staging import Layout, Staging
@@ -194,7 +193,7 @@ async def append(request: RouteRequest) -> None:
     one = await _named(request)
     given = request_format(request.headers)
     message = await read(request, given)
-    infos, options = dict(message.inputs), dict(message.options())
+    infos, options = dict(message.inputs), dict(message.options)
     layout, layer, at = options.pop("layout", "bhsd"), options.pop("layer", 0), options.pop("at", None)
     errors = [(name, "is not an option of this call: use layout, layer and at") for name in options]
     errors += [(name, "is not a tensor of this call: send k and v") for name in infos if name not in ("k", "v")]
@@ -315,7 +314,7 @@ async def _ask(
     serials = tuple([one.serial for one in ids])
     key = idempotency_key(request) if request.exchange.method in ("POST", "DELETE") else ""
     call = CacheCall(request.caller.name, operation, serials, key, cache_quota(request), cache_count(request))
-    job = make_job(request, call, staging, LITTLE, partial(Job, incarnation=incarnation))
+    job = make_job(request, call, staging, LITTLE, incarnation=incarnation)
     return (await submit(request, job)).caches
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +10,6 @@ from starlette.routing import Route as StarletteRoute
 from flashpoint_contract.saved import saved_tensors
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.ipc.bodies import SavedCall
-from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
 from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.routes.compute.saved_forward import found_saved
@@ -78,8 +76,8 @@ async def _ask(
 ) -> tuple[SavedRecord, ...]:
     """Send an operation to an engine. Return the saved forwards in its answer. Raises Refusal and ClientGoneError."""
     call = SavedCall(request.caller.name, operation, serials, after)
-    kind = partial(Job, incarnation=incarnation, lost="saved_lost")
-    return (await submit(request, make_job(request, call, stage_nothing(request), LITTLE, kind))).saved
+    engine = {"incarnation": incarnation, "lost": "saved_lost"}
+    return (await submit(request, make_job(request, call, stage_nothing(request), LITTLE, **engine))).saved
 
 
 def _described(request: RouteRequest, incarnation: int, record: SavedRecord) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from flashpoint_contract.wording.sizes import in_bytes, longest
 from flashpoint_kernels.timing.case import Case, standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.benchmarks.cases import cases_of
-from flashpoint_server.formats.message import refuse_invalid
 from flashpoint_server.ipc.client import Engine, Engines, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobNews, JobOpened, StartBenchmark, StopJob
+from flashpoint_server.plan import refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid
 
 # A case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest.
