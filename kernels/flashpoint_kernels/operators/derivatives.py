@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashpoint_contract.options import ProblemError
+from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.tensors import FORWARD_TENSORS, TENSORS
 from flashpoint_kernels.operators import solving
-from flashpoint_kernels.operators.solving import BOTH, FORWARD_ONLY, SMOOTH, named
+from flashpoint_kernels.operators.solving import BOTH, FORWARD_ONLY, SMOOTH, backward_options, literal, named
 from flashpoint_kernels.problems.modes import traced
 
 THIRD = "third-order derivatives of attention are not available"
@@ -120,13 +120,14 @@ class PlainAttention(torch.autograd.Function):
 
 @looped
 class Attention(torch.autograd.Function):
-    """F: the arguments and answers of the operator `flashpoint::attention`."""
+    """F: the tensors, options and answers of the operator `flashpoint::attention`."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         if solving.is_direct(arguments[:-1]):
             return solving.attention(*arguments)
-        answers: tuple[Tensor, Tensor] = torch.ops.flashpoint.attention.default(*arguments)
+        *tensors, options = arguments
+        answers: tuple[Tensor, Tensor] = torch.ops.flashpoint.attention.default(*tensors, literal(options))
         return answers
 
     @staticmethod
@@ -151,26 +152,25 @@ class Attention(torch.autograd.Function):
 
 @looped
 class Gradients(torch.autograd.Function):
-    """G: the arguments of the operator `flashpoint::attention_backward`; the names of the gradients are one string."""
+    """G: the tensors of the operator `flashpoint::attention_backward`, and its options."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, options, names = arguments
-        call: Any = torch.ops.flashpoint.attention_backward.default
+        *tensors, options = arguments
         if solving.is_direct(tensors):
-            call = solving.attention_backward
-        return tuple(call(*tensors, options, names.split(",")))
+            return tuple(solving.attention_backward(*arguments))
+        return tuple(torch.ops.flashpoint.attention_backward.default(*tensors, literal(options), [*options.grads]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.options, ctx.names = inputs
+        *tensors, ctx.options = inputs
         keep(ctx, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, do, o, lse, dlse = ctx.saved_tensors
-        none = (None,) * (len(inputs) + 6)
-        u = named([name[1:] for name in ctx.names.split(",")], along)
+        none = (None,) * (len(inputs) + 5)
+        u = named([name[1:] for name in ctx.options.grads], along)
         if not u:
             return none
         wanted = [name for name, yes in zip(BOTH, ctx.needs_input_grad, strict=False) if yes]
@@ -178,16 +178,14 @@ class Gradients(torch.autograd.Function):
             raise ProblemError([(name, "has no gradient: pass a tensor that does not require one") for name in wrong])
         found: dict[str, Tensor] = {}
         if wanted:
-            text = ",".join(f"d{name}" for name in wanted)
-            o_dot, lse_dot, *grads = applied(
-                Second, *inputs, do, o, lse, dlse, *_in_order(u), None, None, ctx.options, text
-            )
+            options = _of_inputs(ctx.options, wanted)
+            o_dot, lse_dot, *grads = applied(Second, *inputs, do, o, lse, dlse, *_in_order(u), None, None, options)
             found = dict(zip(wanted, grads, strict=True))
         else:
             o_dot, lse_dot = applied(Tangents, *inputs, o, lse, *_in_order(u), ctx.options)
         of_do, of_dlse = (ctx.needs_input_grad[len(inputs) + n] for n in (0, 3))
         lse_dot = None if dlse is None or not of_dlse else lse_dot.to(dlse.dtype)
-        return *(found.get(name) for name in BOTH), None, o_dot if of_do else None, None, None, lse_dot, None, None
+        return *(found.get(name) for name in BOTH), None, o_dot if of_do else None, None, None, lse_dot, None
 
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> tuple[Tensor | None, ...]:
@@ -195,15 +193,13 @@ class Gradients(torch.autograd.Function):
         of_inputs, given = dots[: len(BOTH)], dots[len(inputs) : len(inputs) + 4]
         directions = _directions((*BOTH, "do", "o", "lse", "dlse"), (*of_inputs, *given))
         if not directions:
-            return (None,) * len(ctx.names.split(","))
+            return (None,) * len(ctx.options.grads)
         if not directions.keys() - {"o", "lse"}:
             raise ProblemError(
                 [(min(directions), "is the forward's answer: its tangent follows from those of q, k, v")]
             )
         do_dot, _, _, dlse_dot = given
-        _, _, *grads = applied(
-            Second, *inputs, do, o, lse, dlse, *_in_order(directions), do_dot, dlse_dot, ctx.options, ctx.names
-        )
+        _, _, *grads = applied(Second, *inputs, do, o, lse, dlse, *_in_order(directions), do_dot, dlse_dot, ctx.options)
         return tuple(grads)
 
 
@@ -213,9 +209,10 @@ class Tangents(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        direct = solving.is_direct(arguments[:-1])
-        call = solving.tangents if direct else torch.ops.flashpoint.attention_tangents.default
-        answers: tuple[Tensor, Tensor] = call(*arguments)
+        *tensors, options = arguments
+        if solving.is_direct(tensors):
+            return solving.tangents(*arguments)
+        answers: tuple[Tensor, Tensor] = torch.ops.flashpoint.attention_tangents.default(*tensors, literal(options))
         return answers
 
     @staticmethod
@@ -234,12 +231,11 @@ class Tangents(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         needs = ctx.needs_input_grad
         if wanted := [name for name, yes in zip(BOTH, needs, strict=False) if yes]:
-            text = ",".join(f"d{name}" for name in wanted)
-            _, _, *grads = applied(Second, *inputs, do, o, lse, dlse, *dots, None, None, ctx.options, text)
+            options = _of_inputs(ctx.options, wanted)
+            _, _, *grads = applied(Second, *inputs, do, o, lse, dlse, *dots, None, None, options)
             found = dict(zip(wanted, grads, strict=True))
         if linear := [name for name, yes in zip(SMOOTH, needs[len(inputs) + 2 :], strict=False) if yes]:
-            text = ",".join(f"d{name}" for name in linear)
-            grads = applied(Gradients, *inputs, do, o, lse, dlse, ctx.options, text)
+            grads = applied(Gradients, *inputs, do, o, lse, dlse, _of_inputs(ctx.options, linear))
             of_dots = dict(zip(linear, grads, strict=True))
         return *(found.get(name) for name in BOTH), None, None, None, *_in_order(of_dots), None
 
@@ -252,19 +248,19 @@ class Tangents(torch.autograd.Function):
 class Second(torch.autograd.Function):
     """The tangents of o, lse and of gradients.
 
-    Arguments: inputs with the seed, do, o, lse, dlse, directions of `SMOOTH`, of do and of dlse, options, names.
+    Arguments: inputs with the seed, do, o, lse, dlse, directions of `SMOOTH`, of do and of dlse, options.
     """
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, text, names = arguments
-        direct = solving.is_direct(tensors)
-        call: Any = solving.second if direct else torch.ops.flashpoint.attention_second.default
-        return tuple(call(*tensors, text, names.split(",")))
+        *tensors, options = arguments
+        if solving.is_direct(tensors):
+            return tuple(solving.second(*arguments))
+        return tuple(torch.ops.flashpoint.attention_second.default(*tensors, literal(options), [*options.grads]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.options, ctx.names = inputs
+        *tensors, ctx.options = inputs
         ctx.given = [isinstance(t, Tensor) for t in tensors]
         keep(ctx, *tensors)
 
@@ -275,13 +271,13 @@ class Second(torch.autograd.Function):
         fixed = len(BOTH) + 5  # inputs, seed, do, o, lse, dlse
         if any(asks(ctx, n) for n in range(fixed)):
             raise RuntimeError(THIRD)
-        u = named([name[1:] for name in ctx.names.split(",")], along)
+        u = named([name[1:] for name in ctx.options.grads], along)
         wanted = [name for name, yes in zip(SMOOTH, ctx.needs_input_grad[fixed:], strict=False) if yes]
-        text = ",".join(f"d{name}" for name in wanted or SMOOTH[:1])
-        o_dot, lse_dot, *grads = applied(Second, *tensors[:fixed], *_in_order(u), do_dot, dlse_dot, ctx.options, text)
+        options = _of_inputs(ctx.options, wanted or SMOOTH[:1])
+        o_dot, lse_dot, *grads = applied(Second, *tensors[:fixed], *_in_order(u), do_dot, dlse_dot, options)
         found = dict(zip(wanted, grads, strict=False))
         of_do, of_dlse = (t if yes else None for t, yes in zip((o_dot, lse_dot), ctx.given[-2:], strict=True))
-        return *(None,) * fixed, *_in_order(found), of_do, of_dlse, None, None
+        return *(None,) * fixed, *_in_order(found), of_do, of_dlse, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
@@ -328,7 +324,7 @@ def differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Ten
 
 
 def gradients(
-    inputs: Sequence[Tensor | None], do: Tensor | None, o: Tensor, lse: Tensor, dlse: Tensor | None, options: str,
+    inputs: Sequence[Tensor | None], do: Tensor | None, o: Tensor, lse: Tensor, dlse: Tensor | None, options: Options,
     needed: Sequence[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradients of the inputs in `needed`.
@@ -336,23 +332,27 @@ def gradients(
     `inputs` are the common arguments of both operators, the seed last.
     """
     do = torch.zeros_like(o) if do is None else do
-    grads = [f"d{name}" for name in needed]
-    return dict(zip(needed, backward(*inputs, do, o, lse, dlse, options, grads), strict=True))
+    return dict(zip(needed, backward(*inputs, do, o, lse, dlse, _of_inputs(options, needed)), strict=True))
+
+
+def _of_inputs(options: Options, names: Sequence[str]) -> Options:
+    """Return the options of the gradients of the inputs `names`."""
+    return backward_options(options, tuple([f"d{name}" for name in names]))
 
 
 def backward(*arguments: Any) -> Sequence[Tensor]:
-    """Return the gradients for the arguments of the operator; use the dispatcher only if a tracer needs it."""
+    """Return the gradients for the arguments of `Gradients`; use the dispatcher only if a tracer needs it."""
     if traced():  # it records no list of strings, such as `grads`
         raise RuntimeError(
             "gradients of attention cannot be computed inside torch.jit.trace: differentiate the answers of the trace"
         )
-    *tensors, text, names = arguments
+    *tensors, options = arguments
     if not torch.compiler.is_compiling() and (transformed() or differentiates(tensors) or is_batched(*tensors)):
-        answers: Sequence[Tensor] = applied(Gradients, *tensors, text, ",".join(names))
+        answers: Sequence[Tensor] = applied(Gradients, *arguments)
     elif solving.is_direct(tensors):
         answers = solving.attention_backward(*arguments)
     else:
-        answers = torch.ops.flashpoint.attention_backward.default(*arguments)
+        answers = torch.ops.flashpoint.attention_backward.default(*tensors, literal(options), [*options.grads])
     return answers
 
 

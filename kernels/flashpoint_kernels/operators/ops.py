@@ -25,10 +25,12 @@ from flashpoint_kernels.operators.solving import (
     BOTH,
     GIVEN,
     SMOOTH,
-    backward_request,
-    forward_request,
+    backward_options,
+    forward_options,
+    literal,
+    named,
+    of_operator,
     seed_of,
-    text_of,
 )
 from flashpoint_kernels.operators.torch_rules import refuse_nested
 from flashpoint_kernels.problems.problem import tensor_info
@@ -40,6 +42,7 @@ def _arguments(names: Sequence[str]) -> str:
     return ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in (*names, "dropout_seed"))
 
 
+_SEED = len(FORWARD_TENSORS)  # number of the forward's argument that is the seed
 _library = torch.library.Library("flashpoint", "DEF")  # type: ignore[no-untyped-call]
 _dots = ", ".join(f"Tensor? {name}_dot" for name in SMOOTH)
 _given = "Tensor do, Tensor? o, Tensor? lse, Tensor? dlse"
@@ -65,8 +68,9 @@ def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[T
     elif solving.is_direct(inputs):
         call = derivatives.PlainAttention.apply if derivatives.differentiates(inputs) else solving.attention
     else:
-        call = torch.ops.flashpoint.attention.default
-    o, lse = call(*inputs, seed, text_of(options))
+        o, lse = torch.ops.flashpoint.attention.default(*inputs, seed, literal(options))
+        return o, lse
+    o, lse = call(*inputs, seed, forward_options(options, seed is not None))
     return o, lse
 
 
@@ -76,7 +80,10 @@ def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -
     refuse_nested(tensors.items())
     if derivatives.transformed() or derivatives.differentiates((*inputs, *given)):
         given = _with_answers(tensors, options)
-    return list(derivatives.backward(*inputs, seed_of(options), *given, text_of(options), options.grads))
+    seed = seed_of(options)
+    if not torch.compiler.is_compiling():  # which would warn about the cache of `backward_options`
+        options = backward_options(options, options.grads)
+    return list(derivatives.backward(*inputs, seed, *given, options))
 
 
 def _with_answers(tensors: Mapping[str, Tensor | None], options: Options) -> list[Tensor | None]:
@@ -100,7 +107,8 @@ def _check_known(tensors: dict[str, Tensor], options: Options, direction: Direct
 
 
 def _fake_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = forward_request(*arguments)
+    *inputs, _, options = of_operator(_SEED, *arguments)
+    tensors = named(FORWARD_TENSORS, inputs)
     _check_known(tensors, options, "forward")
     q, v = tensors["q"], tensors["v"]
     lse_shape: Sequence[int] = q.shape[:-1]
@@ -113,10 +121,12 @@ def _fake_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_attention_backward(*arguments: Any) -> list[Tensor]:
-    tensors, options, _ = backward_request(*arguments)
+    *inputs, options = of_operator(len(BOTH), *arguments)
+    del inputs[len(BOTH)]
+    tensors = named((*BOTH, *GIVEN), inputs)
     _check_known(tensors, options, "backward")
-    inputs = [tensors[name[1:]] for name in options.grads]
-    return [laid_like(empty_like(t, t.shape), t) for t in inputs]
+    like = [tensors[name[1:]] for name in options.grads]
+    return [laid_like(empty_like(t, t.shape), t) for t in like]
 
 
 def _fake_tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -134,15 +144,22 @@ def _refuse_second_order(ctx: Any, *_: Any) -> None:
     raise RuntimeError("second-order gradients of attention are not available in a compiled program")
 
 
-for _name, _kernel, _fake in (
-    ("attention", solving.attention, _fake_attention),
-    ("attention_backward", solving.attention_backward, _fake_attention_backward),
-    ("attention_tangents", solving.tangents, _fake_tangents),
-    ("attention_second", solving.second, _fake_second),
+def _of_text(kernel: Callable[..., Any], seed: int) -> Callable[..., Any]:
+    """Return the kernel of an operator, whose options are text; argument number `seed` is its seed."""
+    return lambda *arguments: kernel(*of_operator(seed, *arguments))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    derivatives.save(ctx, of_operator(_SEED, *inputs), output)
+
+
+for _name, _kernel, _number, _fake in (
+    ("attention", solving.attention, _SEED, _fake_attention),
+    ("attention_backward", solving.attention_backward, len(BOTH), _fake_attention_backward),
+    ("attention_tangents", solving.tangents, len(BOTH), _fake_tangents),
+    ("attention_second", solving.second, len(BOTH), _fake_second),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _of_text(_kernel, _number), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"flashpoint::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "flashpoint::attention", derivatives.differentiate, setup_context=derivatives.save, lib=_library
-)
+torch.library.register_autograd("flashpoint::attention", derivatives.differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("flashpoint::attention_backward", _refuse_second_order, lib=_library)

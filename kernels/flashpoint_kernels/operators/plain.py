@@ -27,7 +27,6 @@ from flashpoint_kernels.cpu_backend.ranges import is_tiny
 from flashpoint_kernels.dispatching.dispatch import backend_for
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.operators import derivatives
-from flashpoint_kernels.operators.solving import literal
 from flashpoint_kernels.problems.memory import SUSPECT, extent, in_memory
 from flashpoint_kernels.problems.problem import DTYPE_NAMES
 from flashpoint_kernels.problems.strides import empty_like, laid_like
@@ -192,5 +191,5 @@ class _Plain(torch.autograd.Function):
             grads = dict(zip("qkv", route.backward(do, q, k, v, o, lse), strict=True))
         else:
             inputs = derivatives.plain_inputs(q, k, v)
-            grads = derivatives.gradients(inputs, do, o, lse, dlse, literal(route.options), needed)
+            grads = derivatives.gradients(inputs, do, o, lse, dlse, route.options, needed)
         return *(grads[name] if name in needed else None for name in "qkv"), None

@@ -1,4 +1,4 @@
-"""Compute the two operators' answers from the operators' arguments: a list of tensors, and options as text."""
+"""Compute the operators' answers from lists of tensors and `Options`. In torch's dispatcher, options are text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flashpoint_kernels.problems.memory import in_memory
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.problems.strides import laid_like
 
-# Options are one string argument: a Python literal of those that are not the default. With one argument for each
-# option, torch's time for a call with a gradient grows with the square of their number. Measured at (1,1,4,8) on one
-# CPU core: 330 µs with 22 arguments, 230 µs with one string; the library itself takes 115 µs.
+# In the dispatcher, options are one string argument: a Python literal of those that are not the default. With one
+# argument for each option, torch's time for a call with a gradient grows with the square of their number. Measured at
+# (1,1,4,8) on one CPU core: 330 µs with 22 arguments, 230 µs with one string; the library itself takes 115 µs.
 _PLAIN: dict[type[Kind], Callable[[Any], Any]] = {
     OneOf: str, Flag: bool, Number: float, Pair: lambda pair: (int(pair[0]), int(pair[1])),
 }  # fmt: skip
@@ -38,11 +38,6 @@ _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})  # not subclasse
 _SEED_BITS = (1 << 64) - 1
 
 
-def text_of(options: Options) -> str:
-    """Return `literal(options)`, from a cache except under torch.compile, which would warn about the cache."""
-    return literal(options) if torch.compiler.is_compiling() else _remembered(options)
-
-
 def literal(options: Options) -> str:
     """Return the options that are not the default, as a literal: "{'causal': True}". The seed is passed as a tensor."""
     given = [
@@ -51,9 +46,6 @@ def literal(options: Options) -> str:
         if (value := getattr(options, name)) != OPTIONS[name].default
     ]
     return "{" + ", ".join(given) + "}"
-
-
-_remembered = lru_cache(1024)(literal)
 
 
 def seed_of(options: Options) -> Tensor | None:
@@ -65,25 +57,40 @@ def seed_of(options: Options) -> Tensor | None:
 
 
 @lru_cache(1024)
-def options_of(text: str, grads: tuple[str, ...] | None, seeded: bool) -> Options:
-    """Return the `Options` of an operator's arguments. If a seed is given, it is 0 here: the cache then ignores it."""
+def _options_of(text: str, grads: tuple[str, ...] | None, seeded: bool) -> Options:
     given = ast.literal_eval(text) | ({"dropout_seed": 0} if seeded else {})
     return Options(**given, return_lse=True) if grads is None else Options(**given, grads=grads)
 
 
+@lru_cache(1024)
+def forward_options(options: Options, seeded: bool) -> Options:
+    """Return the options of a forward that returns o and lse. A seed is a tensor; it is 0 here: caches then ignore it.
+
+    `seeded` says whether there is a seed, which may be drawn.
+    """
+    seed = 0 if seeded else None
+    return replace(options, return_lse=True, return_key_weights=False, grads=GRADS[:3], dropout_seed=seed)
+
+
+@lru_cache(1024)
+def backward_options(options: Options, grads: tuple[str, ...]) -> Options:
+    """Return the options of a gradient, from its own or from those of its forward. The seed is 0, if there is one."""
+    seed = None if options.dropout_seed is None else 0
+    return replace(options, return_lse=False, return_key_weights=False, grads=grads, dropout_seed=seed)
+
+
+def of_operator(seed: int, *arguments: Any) -> tuple[Any, ...]:
+    """Return an operator's arguments with `Options` in place of their text and of the gradients' names.
+
+    `seed` is the number of the argument that is the seed.
+    """
+    *tensors, text = arguments if isinstance(arguments[-1], str) else arguments[:-1]
+    grads = None if text is arguments[-1] else tuple(arguments[-1])
+    return *tensors, _options_of(text, grads, tensors[seed] is not None)
+
+
 def named(names: Sequence[str], values: Sequence[Tensor | None]) -> dict[str, Tensor]:
     return {name: t for name, t in zip(names, values, strict=True) if t is not None}
-
-
-def forward_request(*arguments: Any) -> tuple[dict[str, Tensor], Options, Tensor | None]:
-    *inputs, seed, text = arguments
-    return named(FORWARD_TENSORS, inputs), options_of(text, None, seed is not None), seed
-
-
-def backward_request(*arguments: Any) -> tuple[dict[str, Tensor], Options, Tensor | None]:
-    *inputs, text, grads = arguments
-    seed = inputs.pop(len(BOTH))
-    return named((*BOTH, *GIVEN), inputs), options_of(text, tuple(grads), seed is not None), seed
 
 
 def _solved(
@@ -99,24 +106,29 @@ def _number(seed: Tensor | None) -> int | None:
 
 
 def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    request = forward_request(*arguments)
-    answers = _solved(*request, "forward")
-    return laid_like(answers["o"], request[0]["q"]), answers["lse"]
+    """Return o and lse. Arguments: FORWARD_TENSORS, the seed, options as `forward_options` returns them."""
+    *inputs, seed, options = arguments
+    tensors = named(FORWARD_TENSORS, inputs)
+    answers = _solved(tensors, options, seed, "forward")
+    return laid_like(answers["o"], tensors["q"]), answers["lse"]
 
 
 def attention_backward(*arguments: Any) -> list[Tensor]:
-    request = backward_request(*arguments)
-    answers = _solved(*request, "backward")
-    return [laid_like(answers[name], request[0][name[1:]]) for name in arguments[-1]]
+    """Return the gradients. Arguments: BOTH, the seed, GIVEN, options as `backward_options` returns them."""
+    *inputs, options = arguments
+    seed = inputs.pop(len(BOTH))
+    tensors = named((*BOTH, *GIVEN), inputs)
+    answers = _solved(tensors, options, seed, "backward")
+    return [laid_like(answers[name], tensors[name[1:]]) for name in options.grads]
 
 
 def tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the tangents of o and lse: see `derivatives.Tangents`."""
     count = len(BOTH)
     *tensors, seed, o, lse = arguments[: count + 3]
-    *dots, text = arguments[count + 3 :]
+    *dots, options = arguments[count + 3 :]
     inputs = named(BOTH, tensors)
-    options = options_of(text, None, seed is not None)
+    options = forward_options(options, seed is not None)
     problem = Problem.create(inputs, options, "forward", outputs={"o": o, "lse": lse}, seed=_number(seed))
     found = _differentiated(problem, inputs | {"o": o, "lse": lse}, named(SMOOTH, dots))
     return found["o"], found["lse"]
@@ -124,13 +136,12 @@ def tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def second(*arguments: Any) -> list[Tensor]:
     """Return the tangents of o, lse and the named gradients: see `derivatives.Second`."""
-    *tensors, text, names = arguments
+    *tensors, options = arguments
     count = len(BOTH)
     seed = tensors.pop(count)
     given, dots = named((*BOTH, *GIVEN), tensors[: count + 4]), named((*SMOOTH, "do", "dlse"), tensors[count + 4 :])
-    options = options_of(text, tuple(names), seed is not None)
     found = _differentiated(Problem.create(given, options, "backward", seed=_number(seed)), given, dots)
-    return [found[name] for name in ("o", "lse", *names)]
+    return [found[name] for name in ("o", "lse", *options.grads)]
 
 
 def _differentiated(problem: Problem, tensors: dict[str, Tensor], dots: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ def forget() -> None:
     """Empty every cache in which a call of attention looks up its route, plan or options."""
     for cached in (
         route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists,
-        schedule._stored_lists, spec._plan, spec._planned, spec._features, spec._level, solving._remembered,
-        solving.options_of, functional._remembered,
+        schedule._stored_lists, spec._plan, spec._planned, spec._features, spec._level, solving._options_of,
+        solving.forward_options, solving.backward_options, functional._remembered,
     ):  # fmt: skip
         getattr(cached, "cache_clear")()  # noqa: B009
