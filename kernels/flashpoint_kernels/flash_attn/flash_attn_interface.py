@@ -19,7 +19,7 @@ from flashpoint_kernels.flash_attn.layers.rotary import apply_rotary_emb
 from flashpoint_kernels.functional import attention
 from flashpoint_kernels.operators.torch_rules import overridable, raises_as
 from flashpoint_kernels.problems.memory import check_memory
-from flashpoint_kernels.problems.modes import traced
+from flashpoint_kernels.problems.modes import readable
 
 Answer = Tensor | tuple[Tensor, Tensor, None]
 
@@ -306,7 +306,7 @@ def flash_attn_with_kvcache(
     lengths = torch.full((batch,), capacity, dtype=torch.int32, device=q.device)
     if cache_seqlens is not None:
         lengths = (lengths * 0 + cache_seqlens).to(torch.int32)
-    if block_table is not None and not lengths.is_cuda and batch:
+    if block_table is not None and readable(lengths) and batch:
         longest = int(lengths.max()) + (0 if k is None else k.shape[1])
         if longest > capacity:
             room = f"{block_table.shape[1]} pages of {k_cache.shape[1]} keys"
@@ -363,10 +363,10 @@ def _append(
 ) -> None:
     """Write k and v (B, S_new, Hk, D) into the cache, after the first `lengths` rows of each sequence.
 
-    Raises FlashAttnError if they do not fit; not checked on a GPU.
+    Raises FlashAttnError if they do not fit. On a GPU and in a compiled program torch's indexing checks it.
     """
     places = lengths[:, None].long() + torch.arange(k.shape[1], dtype=torch.int64, device=k.device)
-    if not lengths.is_cuda and places.numel() and int(places.max()) >= capacity:
+    if readable(lengths) and places.numel() and int(places.max()) >= capacity:
         of = "the cache" if pages is None else "the pages of block_table"
         raise FlashAttnError(f"k: {int(places.max()) + 1} keys do not fit into {of}, with room for {capacity}")
     if pages is None:
@@ -396,9 +396,5 @@ def _unpacked(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]
 
 
 def _end(cu_seqlens: Tensor, t: Tensor) -> int:
-    """Return the end of the last sequence; the rows of `t` where reading it waits for a GPU, and in a trace.
-
-    `torch.jit.trace` records the shape of `t` as an operation, but the value of `cu_seqlens` as a constant.
-    """
-    unread = cu_seqlens.is_cuda or traced() or not cu_seqlens.numel()
-    return t.shape[0] if unread else int(cu_seqlens[-1])
+    """Return the end of the last sequence; the rows of `t` where it cannot be read: then the operator checks it."""
+    return int(cu_seqlens[-1]) if readable(cu_seqlens) and cu_seqlens.numel() else t.shape[0]

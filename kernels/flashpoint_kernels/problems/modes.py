@@ -24,6 +24,14 @@ def traced() -> bool:
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
+def readable(t: torch.Tensor) -> bool:
+    """Return whether values of `t` may be read: not where this waits for a GPU, nor in a program that is recorded.
+
+    `torch.jit.trace` records a shape as an operation, but a value as a constant. `torch.compile` has no values.
+    """
+    return not (t.is_cuda or torch.compiler.is_compiling() or traced())
+
+
 class _Exact:
     """The process's precision of float32 products, which threads share: exact while any thread needs it."""
 

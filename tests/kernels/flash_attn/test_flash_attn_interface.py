@@ -278,3 +278,76 @@ def test_an_error_is_a_runtime_error_that_names_the_argument(call: Any, message:
     with pytest.raises(FlashAttnError, match=message) as error:
         call()
     assert isinstance(error.value, RuntimeError)
+
+
+LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
+CUT = torch.tensor([0, 5, 12], dtype=torch.int32)
+PAGES = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+ANGLES = normal(20, 8, seed=6)
+COMPILED: dict[str, Any] = {
+    "varlen": lambda q, k, v: flash_attn.flash_attn_varlen_func(q, k, v, CUT, CUT, 7, 7, causal=True),
+    "varlen and lse": lambda q, k, v: flash_attn.flash_attn_varlen_func(
+        q, k, v, CUT, CUT, 7, 7, window_size=(3, 1), return_attn_probs=True
+    )[:2],
+    "varlen kvpacked": lambda q, k, v: flash_attn.flash_attn_varlen_kvpacked_func(
+        q, torch.stack([k, v], 1), CUT, CUT, 7, 7
+    ),
+    "varlen qkvpacked": lambda q, k, v: flash_attn.flash_attn_varlen_qkvpacked_func(
+        torch.stack([q, k, v], 1), CUT, 7, causal=True
+    ),
+    "varlen pages": lambda q, k, v: flash_attn.flash_attn_varlen_func(
+        q, k.view(4, 3, 2, 16), v.view(4, 3, 2, 16), CUT, torch.tensor([0, 4, 10], dtype=torch.int32), 7, 7,
+        block_table=PAGES,
+    ),
+    "cache": lambda q, k, v: _after(q, k, v),
+    "cache that grows": lambda q, k, v: _after(q, k, v, k=q[:2, None], v=q[2:4, None]),
+    "cache with rotary embedding": lambda q, k, v: _after(
+        q, k, v, k=q[:2, None], v=q[2:4, None], rotary_cos=ANGLES.cos(), rotary_sin=ANGLES.sin()
+    ),
+    "rows of a cache": lambda q, k, v: _after(
+        q, k, v, cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32), k=q[:2, None], v=q[2:4, None]
+    ),
+    "a cache padded at its start": lambda q, k, v: _after(q, k, v, cache_leftpad=torch.tensor([1, 2])),
+}  # fmt: skip
+
+
+def _after(q: Tensor, k: Tensor, v: Tensor, /, **more: Any) -> tuple[Tensor, ...]:
+    """Return attention over caches made from k and v, and the caches after the call."""
+    caches = [torch.cat([t, t]).view(2, 12, 2, 16).clone() for t in (k, v)]
+    o = flash_attn.flash_attn_with_kvcache(q[4:6, None], *caches, cache_seqlens=LENGTHS, causal=True, **more)
+    assert isinstance(o, Tensor)
+    return o, *caches
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_functions_compile_as_one_graph(name: str) -> None:
+    call = COMPILED[name]
+    q, k, v = (normal(12, 2, 16, seed=n).requires_grad_(name.startswith("varlen") and "pages" not in name)
+               for n in range(3))  # fmt: skip
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, actual = (_listed(each(q, k, v)) for each in (call, compiled))
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+    if q.requires_grad:
+        wanted, found = (torch.autograd.grad(o[0].square().sum(), (q, k, v)) for o in (expected, actual))
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+def _listed(answer: Any) -> tuple[Tensor, ...]:
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def test_a_compiled_program_refuses_what_it_cannot_do() -> None:
+    """It reads no values, so the operator and torch's indexing find these mistakes: no answer is wrong."""
+    q, k, v = (normal(13, 2, 16, seed=n) for n in range(3))
+    compiled = torch.compile(COMPILED["varlen"], fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="cu_seqlens_q"):
+        compiled(q, k, v)  # a row after the last sequence
+    full = torch.tensor([12, 3], dtype=torch.int32)
+    caches = normal(2, 12, 2, 16), normal(2, 12, 2, 16)
+    one = normal(2, 1, 2, 16)
+    grown = torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"index|out of bounds"):
+        grown(one, *caches, one, one, cache_seqlens=full)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flashpoint_kernels.operators.torch_rules import overridable
 from flashpoint_kernels.problems.memory import check_memory
+from flashpoint_kernels.problems.modes import readable
 
 
 @overridable
@@ -54,9 +55,10 @@ def apply_rotary_emb(
         places = (places + seqlen_offsets[:, None])[..., None]
     else:
         places = (places + seqlen_offsets)[:, None]
-    if not places.is_cuda and places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(cos):
+    if readable(places) and places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(cos):
         raise ValueError(f"cos: has {len(cos)} positions, and x needs position {int(places.max())}")
-    c, s = (t[places].float() for t in (cos, sin))  # (…, rows, 1, half)
+    # (…, rows, 1, half); a compiled program reads no values, and `index_select` refuses negative positions there
+    c, s = (t.index_select(0, places.flatten()).view(*places.shape, half).float() for t in (cos, sin))
     turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
     a, b = a * c - b * s, a * s + b * c
