@@ -42,7 +42,7 @@ KEPT = 1024  # maximum number of plans, of a few KiB each
 _NEVER_PLAIN = frozenset((*CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls with caches or saved forwards
 
 
-class Call(NamedTuple):
+class CheckedCall(NamedTuple):
     """The checked options of a call.
 
     `options` has the dropout seed 0 in the place of any other, so that calls that differ in `seed` alone share a plan.
@@ -54,12 +54,14 @@ class Call(NamedTuple):
     seed: int | None = None
     caches: CacheOptions | None = None
 
-    def seeded(self, seed: int) -> Call:
+    def seeded(self, seed: int) -> CheckedCall:
         """Return the call with this dropout seed."""
         return self._replace(options=replace(self.options, dropout_seed=0), seed=seed)
 
     @classmethod
-    def of(cls, kind: Kind, direction: Direction, options: Options, of_caches: CacheOptions | None = None) -> Call:
+    def of(
+        cls, kind: Kind, direction: Direction, options: Options, of_caches: CacheOptions | None = None
+    ) -> CheckedCall:
         """Return the call with these options, which may have a seed."""
         call = cls(kind, direction, options, None, of_caches)
         return call if options.dropout_seed is None else call.seeded(options.dropout_seed)
@@ -90,7 +92,9 @@ class Plans:
         self._device: DeviceInfo | None = None
         self._made: OrderedDict[Hashable, Plan] = OrderedDict()
 
-    def of(self, tensors: Named, call: Call, device: DeviceInfo, beside: LayerShape | Named | None = None) -> Plan:
+    def of(
+        self, tensors: Named, call: CheckedCall, device: DeviceInfo, beside: LayerShape | Named | None = None
+    ) -> Plan:
         """Return the plan of a call. Raises Refusal 413 and 422.
 
         `beside` is the shape of the caches' layer, or has the tensors of the saved forward.
@@ -111,7 +115,7 @@ class Plans:
 
 
 def _planned(
-    infos: dict[str, TensorInfo], call: Call, device: DeviceInfo, beside: Any, count: int, settings: Settings
+    infos: dict[str, TensorInfo], call: CheckedCall, device: DeviceInfo, beside: Any, count: int, settings: Settings
 ) -> Plan:
     """Return the plan of a call. `count` is its number of caches. Raises ProblemError, and Refusal 413."""
     options, left = call.options, -1
@@ -161,7 +165,7 @@ def kind_of(options: Mapping[str, Any], direction: Direction) -> Kind:
 
 def read_call(
     tensors: Iterable[str], options: Mapping[str, Any], direction: Direction, kind: Kind, surface: str
-) -> Call:
+) -> CheckedCall:
     """Return the checked call of a message with these tensors in the format `surface`. Raises Refusal 422.
 
     A call of the kind "saved" takes its options from the saved forward: saved_forward.py reads it.
@@ -173,13 +177,13 @@ def read_call(
                 if refused := saved.refused(options):
                     raise invalid(refused)
                 plain = {name: value for name, value in options.items() if name not in CACHE_OPTIONS}
-                return Call.of(kind, direction, _options(saved.plain(plain)), of_caches)
+                return CheckedCall.of(kind, direction, _options(saved.plain(plain)), of_caches)
             case "save":
                 if options.get("caches") is not None:
                     raise invalid([("save", "cannot be combined with caches, which have no gradients")])
                 if options.get("saved") is not None:
                     raise invalid([("saved", "is only for POST /attention/grad")])
-                return Call.of(kind, direction, _options(saved.plain(options)))
+                return CheckedCall.of(kind, direction, _options(saved.plain(options)))
         if not _NEVER_PLAIN.isdisjoint(options):
             if refused := [*caches.refused(options), *saved.refused(options)]:
                 raise invalid(refused)
@@ -187,7 +191,7 @@ def read_call(
         read = _options(options)
         if refused := refusals(surface, [*tensors, *read.given]):
             raise invalid(refused)
-        return Call.of("plain", direction, read)
+        return CheckedCall.of("plain", direction, read)
 
 
 def _options(options: Mapping[str, Any]) -> Options:

@@ -62,7 +62,12 @@ def held_since(server, what="caches"):
     """Return a function that returns the ids of the caches (or `saved` forward passes) made after this call."""
 
     def ids():
-        return {one["id"] for one in ask(server, f"/{what}").json[what]}
+        found, query = set(), ""
+        while query is not None:
+            page = ask(server, f"/{what}{query}").json
+            found |= {one["id"] for one in page[what]}
+            query = f"?after={page['next']}" if page.get("next") else None
+        return found
 
     before = ids()
     return lambda: ids() - before

@@ -23,7 +23,7 @@ import numpy as np
 
 from flashpoint._calls import service
 from flashpoint._shards.cut import UNBOUNDED
-from flashpoint._shards.plan import Plan, Shard
+from flashpoint._shards.plan import Shard, ShardPlan
 from flashpoint._shards.problem import Numbers, Problem
 from flashpoint.errors import invalid
 from flashpoint_contract.tensors import SCALES, TENSORS
@@ -68,7 +68,7 @@ class Question:
 Steps: TypeAlias = Generator[list[Question], list[list[Numbers]], dict[str, Numbers]]
 
 
-def forward(problem: Problem, plan: Plan) -> Steps:
+def forward(problem: Problem, plan: ShardPlan) -> Steps:
     """Yield lists of Questions, and receive their answers. Return {"o", "lse"}, merged from the answers: o in q's dtype
     and layout, lse in float32.
     """
@@ -78,7 +78,7 @@ def forward(problem: Problem, plan: Plan) -> Steps:
 
 
 @_QUIET
-def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[str, Numbers]:
+def _merged(problem: Problem, plan: ShardPlan, answers: list[list[Numbers]]) -> dict[str, Numbers]:
     q, v = problem.tensors["q"], problem.tensors["v"]
     lse = np.full(q.shape[:3], -np.inf, np.float64)
     parts = []
@@ -100,7 +100,7 @@ def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[
     return {"o": whole.astype(q.dtype, copy=False), "lse": lse.astype(np.float32).reshape(problem.spec.lse_shape)}
 
 
-def backward(problem: Problem, plan: Plan) -> Steps:
+def backward(problem: Problem, plan: ShardPlan) -> Steps:
     """Yield lists of Questions, and receive their answers. Return the gradients that the option `grads` names, summed
     over the answers, in the caller's layout.
     """

@@ -28,14 +28,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """The shards in the order in which they are merged. `merged`: some query is in several shards."""
 
     shards: tuple[Shard, ...]
     merged: bool
 
 
-def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
+def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> ShardPlan:
     """Cut a problem into one part for each server, or each sequence into `parts` (query parts, key parts)."""
     if parts is not None and not (isinstance(parts, (tuple, list)) and len(parts) == 2 and all(map(_count, parts))):
         raise invalid("parts", f"must be two integers from 1 to {MOST_PARTS}: parts of the queries, and of the keys")
@@ -50,7 +50,7 @@ def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
         pieces = _best(rows.band, ways, heads)
         shards += (_shard(rows, piece, heads[0]) for piece in pieces)
         merged |= any(a[1] > b[0] for a, b in pairwise(sorted(piece.queries for piece in pieces)))
-    return Plan(tuple(shards), merged)
+    return ShardPlan(tuple(shards), merged)
 
 
 def _count(part: object) -> bool:

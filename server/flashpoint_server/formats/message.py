@@ -23,7 +23,7 @@ from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE, Staging
-from flashpoint_server.plan import Call, Kind, Named, Plan, kind_of, read_call, refuse_invalid
+from flashpoint_server.plan import CheckedCall, Kind, Named, Plan, kind_of, read_call, refuse_invalid
 from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -39,18 +39,18 @@ class TensorMessage(ABC):
     inputs: Named  # the tensors by name, in the order of their bytes
     options: Mapping[str, Any]  # not yet checked
     surface = "safetensors"  # the format's name in the contract's `Tensor.refused`, which says why a tensor is refused
-    calls: dict[Direction, Call]  # those that are checked; messages with equal heads share it
+    calls: dict[Direction, CheckedCall]  # those that are checked; messages with equal heads share it
 
     def kind(self, direction: Direction) -> Kind:
         return kind_of(self.options, direction)
 
-    def call(self, direction: Direction) -> Call:
+    def call(self, direction: Direction) -> CheckedCall:
         """Return the checked call, unless its kind is "saved". Raises Refusal 422."""
         if (call := self.calls.get(direction)) is None:
             call = self.calls[direction] = self._read(direction)
         return call
 
-    def _read(self, direction: Direction) -> Call:
+    def _read(self, direction: Direction) -> CheckedCall:
         return read_call(dict(self.inputs), self.options, direction, self.kind(direction), self.surface)
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:

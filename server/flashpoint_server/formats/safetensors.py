@@ -15,7 +15,7 @@ from flashpoint_server.formats.codec import HEAD_ON_LOOP, Codecs
 from flashpoint_server.formats.message import Format, TensorMessage, check_extent
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.staging import Staging
-from flashpoint_server.plan import Call, Named, Plan
+from flashpoint_server.plan import CheckedCall, Named, Plan
 from flashpoint_server.refusal import Refusal
 
 OCTETS = "application/octet-stream"  # also accepted for safetensors: some callers do not know its media type
@@ -28,7 +28,7 @@ class _HeadReading:
     head: wire.Head
     inputs: Named
     options: Mapping[str, Any]  # those in `__metadata__`, parsed as JSON
-    calls: dict[Direction, Call] = field(default_factory=dict)
+    calls: dict[Direction, CheckedCall] = field(default_factory=dict)
 
 
 def _read(text: bytes) -> _HeadReading:

@@ -32,7 +32,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import check_extent
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
-from flashpoint_server.plan import Call, read_call
+from flashpoint_server.plan import CheckedCall, read_call
 from flashpoint_server.refusal import invalid
 
 # A parameter has one value, so an option that is a pair, such as `window`, is sent as two parameters with these names.
@@ -88,14 +88,14 @@ class InferHead:
     binary: bool
     timeout: int
     priority: int
-    calls: dict[Direction, Call] = field(default_factory=dict)  # as in `TensorMessage`
+    calls: dict[Direction, CheckedCall] = field(default_factory=dict)  # as in `TensorMessage`
 
     @property
     def data_size(self) -> int:
         """The number of bytes that follow the head."""
         return sum(given.size for given in self.inputs)
 
-    def call(self, direction: Direction) -> Call:
+    def call(self, direction: Direction) -> CheckedCall:
         """Return the checked call. A requested output sets the option that it needs. Raises Refusal 422."""
         if direction not in self.calls:
             known = [name for name in ANSWERS[direction] if "oip" not in TENSORS[name].refused]

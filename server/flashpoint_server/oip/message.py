@@ -13,7 +13,7 @@ from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.http.body import copy
 from flashpoint_server.ipc.regions import Region, Regions, check_apart
 from flashpoint_server.oip.head import InferHead, Input
-from flashpoint_server.plan import Call, Plan
+from flashpoint_server.plan import CheckedCall, Plan
 
 
 class InferMessage(TensorMessage):
@@ -29,7 +29,7 @@ class InferMessage(TensorMessage):
         self._regions = regions
         self._owner = owner
 
-    def call(self, direction: Direction) -> Call:
+    def call(self, direction: Direction) -> CheckedCall:
         return self.head.call(direction)
 
     def numbers(self, plan: Plan) -> list[TensorInfo]:

@@ -34,7 +34,7 @@ from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.staging import Layout, Staging
-from flashpoint_server.plan import Call, Kind, Plan
+from flashpoint_server.plan import CheckedCall, Kind, Plan
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 
@@ -233,7 +233,7 @@ async def carry_out(
     request: RouteRequest,
     message: TensorMessage,
     plan: Plan,
-    call: Call,
+    call: CheckedCall,
     numbers: Numbers,
     price: Price,
     *,

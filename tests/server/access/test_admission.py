@@ -18,7 +18,7 @@ from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price
-from flashpoint_server.plan import Call, Plans
+from flashpoint_server.plan import CheckedCall, Plans
 from flashpoint_server.refusal import Refusal
 
 
@@ -110,7 +110,7 @@ def test_stored_ds_counts_while_it_is_on():
     """A gradient on `triton` needs the workspace beside its tensors, once, and in chunks of a smaller setting less."""
     shape = (1, 2, 1024, 64)
     infos = dict.fromkeys(("q", "k", "v", "do"), TensorInfo("bfloat16", shape))
-    call = Call.of("plain", "backward", Options(backend="triton"))
+    call = CheckedCall.of("plain", "backward", Options(backend="triton"))
     tensors, of_head = 7 * 2 * 2 * 1024 * 64, 2 * 1024 * 1024
     assert plan(infos, call.options, "backward").footprint == tensors
 

@@ -23,7 +23,7 @@ from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.ipc.bodies import Recall, Save
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
-from flashpoint_server.plan import Call, Plan, refuse_invalid
+from flashpoint_server.plan import CheckedCall, Plan, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import cache_count, cache_quota, set_replica_header
 from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out
@@ -90,7 +90,7 @@ async def compute_recalled(request: RouteRequest, message: TensorMessage, number
     one = found_saved(request, options["saved"])
     with refuse_invalid():
         chosen = AttentionOptions.model_validate(plain(options)).model_dump(exclude_unset=True)
-        call = Call.of("saved", "backward", recalled_options(one.forward, chosen))
+        call = CheckedCall.of("saved", "backward", recalled_options(one.forward, chosen))
     tensors = tuple(saved_tensors(one.forward).items())
     plan = request.service.plans.of(message.inputs, call, request.device, tensors)
     recall = Recall(request.caller.name, one.serial, [(name, info.dtype, info.shape) for name, info in tensors])

@@ -308,7 +308,7 @@ class Calls(Bench):
         number = next(NUMBERS)
         q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), 0, 64) for name in "qo")
         caches = CacheRef("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
-        body = AttentionCall("forward", OPTIONS, "cpu", caches)
+        body = AttentionCall("forward", OPTIONS, "cpu", cache_ref=caches)
         submit = Submit(number, f"r{number}", body, 0, [q], [o], 0, 1, seconds, seconds, deadline)
         self.scheduler.admit(submit, self.peers[peer])
         return number
