@@ -82,8 +82,8 @@ def verify(tensors: Mapping[str, Tensor], options: Options | None = None, **more
 
 
 def available_backends(device: str) -> tuple[str, ...]:
-    """Return the backends of a GPU for every device."""
-    return ("triton", "torch", "tiled", "reference")
+    """Return the backends of a GPU for every device, and `cpu`, which tests name: their tensors are on the CPU."""
+    return ("triton", "torch", "cpu", "tiled", "reference")
 
 
 def module(backend: str) -> Any:
