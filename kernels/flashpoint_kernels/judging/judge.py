@@ -32,6 +32,7 @@ from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of, unreadable
 from flashpoint_kernels.judging.signatures import UnusableError
 from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial
+from flashpoint_kernels.timing.clock import trim
 
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
 _INTERPRETED = "Triton's interpreter computes with the bit patterns of bfloat16"
@@ -108,6 +109,7 @@ def judge(
     worker = Worker(target_of(function), device or ("cuda" if torch.cuda.is_available() else "cpu"))
     worker.random.seed(seed)
     trial: Trial | None = None
+    judgement: _Judgement | None = None
     guard = contextlib.ExitStack()
     guard.enter_context(unreadable())
     try:
@@ -141,6 +143,8 @@ def judge(
         worker.close()
         guard.close()
         torch.set_num_threads(threads)
+        judgement = trial = None  # these hold the answers of all cases
+        trim()  # the heaps keep them else: up to 3 GB after a quick judgement
 
 
 def _check(

@@ -255,6 +255,7 @@ def uncertainty(samples: Sequence[float]) -> float:
     return (ordered[min(high, n - 1)] - ordered[max(low - 1, 0)]) / 2 / median(ordered)
 
 
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _RESIDENT = Path("/proc/self/clear_refs")  # writing 5 resets the peak of resident memory (man 5 proc)
 
 
@@ -274,11 +275,17 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     if not _RESIDENT.exists():
         return None
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise the call could use memory that is free but still resident
+    trim()  # otherwise the call could use memory that is free but still resident
     _RESIDENT.write_text("5")
     before = _kib("/proc/self/status", "VmHWM")
     call()
     return (_kib("/proc/self/status", "VmHWM") - before) * 1024
+
+
+def trim() -> None:
+    """Return the free memory of the C library's heaps to the system. Takes some milliseconds. Only glibc can."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
 
 
 def available_bytes() -> int:

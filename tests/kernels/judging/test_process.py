@@ -77,3 +77,29 @@ def test_a_local_function_computes_in_threads_after_this_process_has() -> None:
     finally:
         worker.close()
     assert torch.equal(answers["o"], expected), facts
+
+
+MEMORY = """
+import gc, re
+import flashpoint_kernels
+from pathlib import Path
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+flashpoint_kernels.judge("tests.judge.right:formula_in_float32", quick=True, dtype="float32", only={"kv_len": 9})
+before = resident()
+flashpoint_kernels.judge("tests.judge.right:formula_in_float32", quick=True, seed=0)
+print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read in /proc")
+def test_a_judgement_gives_its_memory_back() -> None:
+    """Only the exact answers stay, in a cache of 192 MiB."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert int(ran.stdout) < 1 << 29, ran.stdout
