@@ -29,10 +29,9 @@ from flashpoint_contract.judging import (
 from flashpoint_kernels.judging import cases, dropping, relations, shapes, shrinking, signatures
 from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case, reseeded, varied
 from flashpoint_kernels.judging.naming import causes
-from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of, unreadable
+from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of, trim, unreadable
 from flashpoint_kernels.judging.signatures import UnusableError
 from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial
-from flashpoint_kernels.timing.clock import trim
 
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
 _INTERPRETED = "Triton's interpreter computes with the bit patterns of bfloat16"

@@ -205,6 +205,15 @@ class _Spawner:
                 os.waitpid(self.pid, 0)
 
 
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def trim() -> None:
+    """Return the free memory of the C library's heaps to the system. Takes some milliseconds. Only glibc can."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
+
+
 @functools.cache
 def _shared() -> list[_Spawner]:
     spawners: list[_Spawner] = []

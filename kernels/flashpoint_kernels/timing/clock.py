@@ -5,7 +5,6 @@ On the CPU, a monotonic clock times each call. On a GPU, CUDA events time each c
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,8 @@ from time import perf_counter, perf_counter_ns
 from typing import Any, Protocol
 
 import torch
+
+from flashpoint_kernels.judging.process import trim
 
 
 def _nothing(*_: Any) -> None:
@@ -255,7 +256,6 @@ def uncertainty(samples: Sequence[float]) -> float:
     return (ordered[min(high, n - 1)] - ordered[max(low - 1, 0)]) / 2 / median(ordered)
 
 
-_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _RESIDENT = Path("/proc/self/clear_refs")  # writing 5 resets the peak of resident memory (man 5 proc)
 
 
@@ -280,12 +280,6 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
     before = _kib("/proc/self/status", "VmHWM")
     call()
     return (_kib("/proc/self/status", "VmHWM") - before) * 1024
-
-
-def trim() -> None:
-    """Return the free memory of the C library's heaps to the system. Takes some milliseconds. Only glibc can."""
-    if _MALLOC_TRIM is not None:
-        _MALLOC_TRIM(0)
 
 
 def available_bytes() -> int:
