@@ -327,6 +327,8 @@ def key_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
             nth, i0 = n // work.blocks, work.lo + n % work.blocks * C.BLOCK_M
             wait_empty(pipes.q, n, C)
             load_tile(q, pipes.q.tiles.index(at), [nth, i0, 0], pipes.q.full.index(at))
+            if pipes.do.empty is not None:  # its tiles are released apart from q's
+                wait_empty(pipes.do, n, C)
             load_tile(do, pipes.do.tiles.index(at), [nth, i0, 0], pipes.do.full.index(at))
 
 

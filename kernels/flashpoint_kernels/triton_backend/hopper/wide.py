@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend.hopper.backward import KeyGroup, find_keys, locate_stats
+from flashpoint_kernels.triton_backend.hopper.backward import KeyGroup, find_keys, key_producer, locate_stats
 from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, tma, tma_load, wgmma, wgmma_wait
 from flashpoint_kernels.triton_backend.hopper.pipeline import (
     Launched,
     Pipe,
     barriers,
-    descriptor,
     group_descriptor,
     group_stages,
-    load_tile,
     operand_layout,
     product_layout,
     release,
@@ -76,35 +74,11 @@ def attention_backward_v_hopper(table, floats, items, heads, head_dim, value_dim
         [
             (value_consumer, (pipes, work, seq, value_dim, 0, C)),
             (value_consumer, (pipes, work, seq, value_dim, 1, C)),
-            (value_producer, (pipes, work, seq, head_dim, value_dim, C)),
+            (key_producer, (pipes, work, seq, head_dim, value_dim, C)),
         ],
         [4, 1],
         [240, 24],
     )
-
-
-@jit
-def value_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
-    """Run the loading warp of dV: load k and v, then q and do block by block, for each head of the group."""
-    t, kv_head, band, heads = seq.row, seq.head, seq.band, work.group
-    if work.blocks > 0:
-        k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
-        v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
-        q_rows = rows_of(t, col.Q, kv_head * heads, band.q_len, head_dim, C)
-        q = group_descriptor(q_rows, heads, C.BLOCK_M, C.BLOCK_D, C)
-        do_rows = rows_of(t, col.DO, kv_head * heads, band.q_len, value_dim, C)
-        do = group_descriptor(do_rows, heads, C.BLOCK_M, C.BLOCK_DV, C)
-        full = pipes.k.full.index(0)
-        mbarrier.expect(full, k.block_type.nbytes + v.block_type.nbytes)
-        tma_load(k, [work.j0, 0], full, pipes.k.tiles.index(0))
-        tma_load(v, [work.j0, 0], full, pipes.v.index(0))
-        for n in range(heads * work.blocks):
-            at = n % C.STAGES
-            nth, i0 = n // work.blocks, work.lo + n % work.blocks * C.BLOCK_M
-            wait_empty(pipes.q, n, C)
-            load_tile(q, pipes.q.tiles.index(at), [nth, i0, 0], pipes.q.full.index(at))
-            wait_empty(pipes.do, n, C)
-            load_tile(do, pipes.do.tiles.index(at), [nth, i0, 0], pipes.do.full.index(at))
 
 
 @jit
