@@ -14,8 +14,8 @@ from rich.console import Console
 
 from flashpoint.commands.app import RIGHT, WRONG, CommandError
 from flashpoint.commands.running import check_file, console, progress_bar, write_json
-from flashpoint.commands.triton_source import lacks_gpu
 from flashpoint.judging import judge_arguments, registered
+from flashpoint.triton_source import lacks_gpu
 from flashpoint_contract.judging import Report
 from flashpoint_contract.wording.hints import how_to_install, meant
 

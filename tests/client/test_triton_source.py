@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flashpoint.commands.triton_source import lacks_gpu, launches
+from flashpoint.triton_source import lacks_gpu, launches
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 KERNEL = """
 import triton
 import triton.language as tl
