@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flashpoint_kernels import ProblemError, attention
 from flashpoint_kernels.operators import plain
-from tests.support.kernels.solving import normal, qkv
+from tests.support.kernels.solving import MEMORY, normal, qkv, restrided
 
 
 def long_way(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
@@ -90,6 +90,25 @@ def test_a_repeated_call_reads_its_own_tensors_whatever_came_before(
                 assert torch.equal(actual, right)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_call_after_one_in_another_memory_form_reads_its_own_tensors(name: str, dtype: torch.dtype) -> None:
+    """The calls differ in the memory of one tensor alone, and each has numbers of its own."""
+    for seed, memory in enumerate(form for other in MEMORY[1:] for form in ("plain", other, "plain")):
+        t = qkv(2, 2, 9, 33, 24, dtype=dtype, seed=4 * seed)
+        t[name] = restrided(t[name], memory)
+        leaves, do = [t[n].requires_grad_() for n in "qkv"], t["do"]
+
+        def answers(leaves: list[Tensor] = leaves, do: Tensor = do) -> list[Tensor]:
+            o, lse = attention(*leaves, return_lse=True)
+            return [o, lse, *torch.autograd.grad(o, leaves, do)]
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            expected = long_way(monkeypatch, answers)
+        for n, (actual, right) in enumerate(zip(answers(), expected, strict=True)):
+            assert torch.equal(actual, right), (memory, n)
 
 
 def test_a_plain_call_has_a_route() -> None:

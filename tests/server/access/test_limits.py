@@ -78,6 +78,18 @@ def test_computing_is_limited_in_predicted_seconds_and_what_was_not_needed_is_gi
         permit.charge(Price(1, 0.1))
 
 
+def test_what_a_call_needed_beyond_its_price_counts_in_full_after_an_idle_time(clock):
+    limited = quota(flops_per_second=10, compute_seconds_per_second=0.5)
+    for idle in (0, 1000):
+        clock.now += idle
+        with Admission(Settings()).permit(0, limited) as permit:
+            permit.charge(Price(0, 0.0))
+            permit.settle(Price(100, 30.0))
+            assert refused(permit.charge, Price(1, 0.1)) == 9  # 10 s at this rate, but for BURST
+            clock.now += 9.1
+            assert refused(permit.charge, Price(0, 0.1)) == 50
+
+
 def test_a_price_that_one_limit_refuses_is_not_charged_to_the_other(clock):
     limited = quota(flops_per_second=10, compute_seconds_per_second=0.1)
     with Admission(Settings()).permit(0, limited) as permit:

@@ -6,8 +6,12 @@ from collections import Counter
 
 import pytest
 
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import torch
+
 from flashpoint_server.config.key_file import RIGHTS
-from tests.support.messages import JSON, SAFETENSORS, ask, post, problem, small
+from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem, small
 
 # The right of the routes whose paths begin so (docs/security.md); the longest beginning counts. Others need none.
 NEEDED = {
@@ -18,6 +22,10 @@ NEEDED = {
 }  # fmt: skip
 OF_A_MODEL = {"infer": "attention", "stats": "metrics", "ready": None}  # the last part of a path below /v2/models
 KEYS = [*(f"only-{right}" for right in RIGHTS), "poor"]  # `poor` has all rights, and one request in a day
+LIMITS = {
+    "poor": "requests_per_second = 1e-5", "few": "cache_count = 2", "lengths": "flops_per_second = 1e5",
+    "cached": "flops_per_second = 1e5", "weights": "bytes_per_second = 1e5",
+}  # fmt: skip
 HIDDEN = (
     "/v2/models/{name}/versions/{version}", "/v2/models/{name}/versions/{version}/config",
     "/v2/models/{name}/versions/{version}/stats", "/v2/models/{name}/versions/{version}/ready",
@@ -36,11 +44,11 @@ def guarded(tmp_path_factory, start_server):
     """Yield a server with a key for each right."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     lines = []
-    for name in (*KEYS, "few", "all"):
+    for name in dict.fromkeys((*KEYS, *LIMITS, "all")):
         rights = [name.removeprefix("only-")] if name.startswith("only-") else list(RIGHTS)
         digest = hashlib.sha256(f"key of {name}".encode()).hexdigest()
         lines += [f"[{name}]", f'sha256 = "{digest}"', f"rights = {rights}"]
-        lines += {"poor": ["requests_per_second = 1e-5"], "few": ["cache_count = 2"]}.get(name, [])
+        lines += [LIMITS[name]] if name in LIMITS else []
     file.write_text("\n".join(lines))
     return start_server(api_keys_file=file, shared_memory_bytes=1 << 20)
 
@@ -120,3 +128,27 @@ def test_a_key_has_at_most_its_number_of_caches_and_saved_forwards(guarded):
     assert send("/caches/delete", named).status == 204
     assert create().status == 201
     problem(create(), 429, "key_limit")
+
+
+def test_sequences_of_unlike_lengths_cost_what_they_need(guarded):
+    """A call whose lengths were all its keys' would cost 160 times what this key may have in a second."""
+    tensors = {"q": normal(2, 1, 64, 16), "k": normal(2, 1, 2048, 16), "v": normal(2, 1, 2048, 16)}
+    short = message(tensors | {"kv_lengths": torch.tensor([2, 1])})
+    for _ in range(5):
+        assert post(guarded, "/attention", short, **bearer("lengths")).status == 200
+    assert post(guarded, "/attention", message(tensors), **bearer("lengths")).status == 200
+    problem(post(guarded, "/attention", short, **bearer("lengths")), 429, "key_limit")
+
+
+@pytest.mark.parametrize(("key", "options"), [("cached", {}), ("weights", {"return_key_weights": True})])
+def test_a_call_over_a_cache_costs_what_it_read_and_answered(guarded, key, options):
+    """A call over 4096 tokens needs 17 times the FLOPs that one key may have in a second; its weights are 20 times the
+    bytes of the other.
+    """
+    made = post(guarded, "/caches", b'{"kv_heads": 1, "head_dim": 1}', JSON, **bearer(key)).json["caches"]
+    (path,) = [f"/caches/{cache['id']}/append" for cache in made]
+    tokens = message({name: normal(1, 1, 4096, 1) for name in "kv"})
+    assert post(guarded, path, tokens, **bearer(key)).status == 200
+    call = message({"q": normal(1, 128, 1, 1)}, caches=[made[0]["id"]], **options)
+    assert post(guarded, "/attention", call, **bearer(key)).status == 200
+    problem(post(guarded, "/attention", call, **bearer(key)), 429, "key_limit")

@@ -22,6 +22,7 @@ def held(tmp_path_factory):
         body_limit=MIB,
         json_limit=65536,
         head_limit=4096,
+        grpc_bytes=64 * MIB,
     )
     yield held
     held.stop()

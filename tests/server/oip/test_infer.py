@@ -1,6 +1,7 @@
 """The infer routes give the same bits as the other routes, with the same options, API keys, limits and deadlines."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -9,6 +10,8 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from tests.support.messages import message
+from tests.support.oip.grpc_calls import HANG, request
+from tests.support.oip.held import ALL
 from tests.support.oip.message import LENGTH, call, entry, infer, raw, wanted
 from tests.support.oip.problem import GRAD, B, D, H, S, near, problem, truth
 
@@ -166,6 +169,33 @@ def test_the_sooner_deadline_counts(held, ms, us):
         late = infer(held.server.url, "attention", SMALL, headers=headers, parameters=parameters)
     assert late.status == 504
     assert "deadline" in late.error
+
+
+def ask_with_priority(held, pool, surface, name, level):
+    """Ask for a launch of its own in the background, with Triton's priority `level`; 1 is the first."""
+    name = f"{name}-{surface.replace(' ', '-')}"
+    urgent = {"x-priority": str(10 - level)} if "header" in surface else {}
+    parameters = {"backend": "reference"} | ({} if urgent else {"priority": level})
+    if surface.startswith("gRPC"):
+        metadata = (*ALL, ("x-request-id", name), *urgent.items())
+        answer = held.caller.begin(request(SMALL, **parameters), metadata=metadata)
+    else:
+        headers = {**KEY, "x-request-id": name, **urgent}
+        answer = pool.submit(infer, held.server.url, "attention", SMALL, headers=headers, parameters=parameters)
+    held.wait_queued(name)
+    return name, answer
+
+
+@pytest.mark.parametrize("surface", ["HTTP parameter", "HTTP header", "gRPC parameter", "gRPC header"])
+def test_the_more_urgent_request_runs_first(held, surface):
+    with ThreadPoolExecutor() as pool, held.busy():
+        asked = [ask_with_priority(held, pool, surface, f"level-{level}", level) for level in (10, 6, 1)]
+    for _, answer in asked:
+        answer.result(HANG)
+    for name, _ in asked:
+        held.wait_begun(name)
+    begun = [line["request_id"] for line in list(held.server.lines) if line["event"] == "begin"]
+    assert sorted((name for name, _ in asked), key=begun.index) == [name for name, _ in reversed(asked)]
 
 
 def test_the_headers_of_the_other_routes_are_checked(locked):

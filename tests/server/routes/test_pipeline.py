@@ -1,7 +1,13 @@
 """The server refuses a call with invalid headers, or with too much work or memory, before the engine gets it."""
 
+import asyncio
 import concurrent.futures
+import contextlib
+import gc
 import json
+import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +15,8 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import torch
 
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.routes.pipeline import deadline_of, submit
 from tests.support.constant_answers import given_up, wide
 from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem, small
 from tests.support.servers import wait_for
@@ -30,6 +38,16 @@ def test_invalid_headers_are_422(server, header, value):
 @pytest.mark.parametrize("ms", ["1000000000000000", "9" * 5000, "0" * 30 + "60000"])
 def test_a_longer_deadline_than_the_servers_is_cut(server, ms):
     assert post(server, "/attention", GOOD, x_timeout_ms=ms).status == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"), [(None, 3), ("1000", 1), ("00007000", 7), ("7001", 7), ("9" * 15, 7), ("9" * 5000, 7)]
+)
+def test_a_deadline_is_the_callers_up_to_the_longest_and_else_the_servers(asked, seconds):
+    settings = Settings(default_timeout_ms=3000, max_timeout_ms=7000)
+    before = time.monotonic()
+    deadline = deadline_of({} if asked is None else {"x-timeout-ms": asked}, settings)
+    assert before + seconds <= deadline <= time.monotonic() + seconds
 
 
 KEY = {"authorization": "Bearer all"}
@@ -144,3 +162,25 @@ def test_a_forward_whose_answer_does_not_arrive_leaves_nothing_saved(gated, how)
         assert post(server, "/attention", body, x_request_id=f"{how}-saving").status >= 500
     nothing_inside(server)
     wait_for(no_more_than_before, lambda: f"{held()} is left, and before it was {before}", seconds=60)
+
+
+def test_what_an_engine_answered_is_not_kept_until_the_deadline():
+    """The answer of a call with a deadline far away is freed when the call ends, in an event loop that goes on."""
+
+    class Result:
+        pass
+
+    async def call():
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(Result())
+        body = SimpleNamespace(complete=True, watching=lambda gone: contextlib.nullcontext())
+        engine = SimpleNamespace(submit=lambda job: answer)
+        request = SimpleNamespace(body=body, service=SimpleNamespace(engine=engine))
+        return weakref.ref(await submit(request, SimpleNamespace(remaining=lambda: 3600.0)))
+
+    async def run():
+        held = await call()
+        gc.collect()
+        return held()
+
+    assert asyncio.run(run()) is None

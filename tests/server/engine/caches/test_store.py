@@ -11,13 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
+from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.idempotency import IdempotencyKeys
+from flashpoint_server.engine.caches.store import CacheStore
+from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.refusal import Refusal
 from tests.support.cache_store import (
     BASE,
     DV,
     HEADS,
     LAYERS,
+    LIMIT,
     SHAPE,
     TOKEN,
     TTL,
@@ -261,6 +265,48 @@ def test_forks_share_memory_until_one_writes():
     store.write(Terms("alice"), [copy], 0, [4 * CHUNK - 1], [tokens(1, 5)])
     assert store._ledger.used - 64 * BASE == before + CHUNK * TOKEN  # only the last chunk is copied
     assert not np.array_equal(read(store, "alice", copy, 0)[1], read(store, "alice", serial, 0)[1])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_fork_has_the_bounds_the_time_and_the_tokens_of_its_source(paged):
+    clock = Clock()
+    store, terms = store_of(clock=clock, paged=paged), Terms("alice")
+    (source,) = create(store, max_length=5 * CHUNK, keep=[CHUNK, None], ttl=TTL / 4)
+    for layer in range(LAYERS):
+        for n in range(4):
+            store.write(terms, [source], layer, None, [tokens(CHUNK, n)])
+    (of_source,) = store.look(terms, [source])
+    assert of_source.firsts[0]  # the layer has dropped tokens
+    (fork,) = store.fork(terms, [source], None, [])
+    for name in ("shape", "max_length", "keep", "ttl", "lengths", "firsts", "expires_in"):
+        assert getattr(fork, name) == getattr(of_source, name), name
+    for layer in range(LAYERS):
+        (first, stored), (there, expected) = (read(store, "alice", one, layer) for one in (fork.serial, source))
+        assert first == there
+        np.testing.assert_array_equal(stored, expected)
+    refused("cache_full", store.write, terms, [fork.serial], 0, None, [tokens(CHUNK + 1)])
+    clock.now += TTL / 4
+    refused("cache_lost", store.look, terms, [fork.serial])
+
+
+@pytest.mark.parametrize("fails", range(3 * LAYERS))
+def test_a_creation_that_runs_out_of_memory_leaves_nothing(fails, monkeypatch):
+    """The memory of each chunk of three caches in turn cannot be had."""
+    ledger, made = Ledger(LIMIT, Clock(), 1 << 16), []
+    store = CacheStore(ledger, TTL)
+
+    def new_chunk(*arguments, right=Track.new_chunk):
+        if len(made) == fails:
+            raise MemoryError
+        made.append(right(*arguments))
+        return made[-1]
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(Track, "new_chunk", new_chunk)
+        with pytest.raises(MemoryError):
+            create(store, count=3, max_length=CHUNK)
+    assert (store.listed(Terms("alice")), ledger.used, ledger.owned("alice")) == ([], 0, 0)
+    assert len(create(store, count=3, max_length=CHUNK)) == 3
 
 
 def test_a_fork_counts_the_memory_of_the_caches_that_it_deletes():

@@ -149,7 +149,7 @@ def test_poison_harms_nobody_else(gated, pool):
 
 CULPRITS = [
     ("oom", 503, "out_of_memory"),
-    pytest.param("bug", 500, "internal_error", marks=pytest.mark.slow),
+    ("bug", 500, "internal_error"),
     pytest.param("once", 200, None, marks=pytest.mark.slow),
 ]
 

@@ -21,6 +21,7 @@ from tests.support.oip.grpc_calls import HANG, HEALTH, METHOD, port_of, refused,
 from tests.support.oip.held import ALL, LOOKS
 from tests.support.oip.message import infer, raw
 from tests.support.oip.problem import GRAD, problem
+from tests.support.servers import wait_for
 
 ROOT = Path(__file__).parents[4]
 
@@ -160,6 +161,32 @@ def test_a_full_queue_refuses_a_call_before_its_message_is_read_and_answers_heal
             assert dict(call.trailing_metadata())["retry-after"] == "1"
         assert held.caller.ask("Check", HEALTH).status == 1  # SERVING
     assert len({call.result(HANG) for call in queued}) == 1
+
+
+def test_answers_count_as_memory_and_go_with_their_calls(held):
+    """An answer of 16 MiB counts twice, and a key may use half of 62 MiB: nothing else may then have memory."""
+    shapes = {"q": (1, 1, 1 << 14, 1), "k": (1, 1, 1, 1), "v": (1, 1, 1, 256)}
+    large = request({name: torch.ones(shape) for name, shape in shapes.items()}, backend="reference")
+    with held.busy(), refused("RESOURCE_EXHAUSTED", "gRPC holds", "needs 33554432 more"):
+        held.caller.infer(large, metadata=ALL)
+    for _ in range(3):
+        held.wait_inside(0)
+        assert len(held.caller.infer(large, metadata=ALL).bits["o"]) == 1 << 24
+
+
+def test_the_memory_of_one_key_leaves_that_of_another_alone(held):
+    """Answers of 24 MiB in memory for each of two keys exceed the half of one, and not the whole."""
+    shapes = {"q": (1, 1, 3 << 12, 1), "k": (1, 1, 1, 1), "v": (1, 1, 1, 256)}
+    large = request({name: torch.ones(shape) for name, shape in shapes.items()}, backend="reference")
+    with held.shut() as name:
+        first = held.caller.begin(large, metadata=(*ALL, ("x-request-id", name)))
+        held.wait_begun(name)
+        with refused("RESOURCE_EXHAUSTED", "gRPC holds"):
+            held.caller.infer(large, metadata=ALL)
+        other = held.caller.begin(large, metadata=(("authorization", "Bearer asks"), ("x-request-id", f"after-{name}")))
+        wait_for(lambda: other.done() or held.inside() == 2, lambda: "the other key's call does not arrive")
+    assert first.result(HANG)
+    assert other.result(HANG)
 
 
 @pytest.mark.slow
