@@ -14,12 +14,14 @@ from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.surfaces import TAKES
 from flashpoint_contract.tensors import INPUT_TENSORS
 from flashpoint_kernels.cpu_backend.forward import _REPEATED
-from flashpoint_kernels.dispatching.support import HANDLES
+from flashpoint_kernels.dispatching.support import HANDLES, IN_BLOCKS, IN_DERIVATIVES
 from flashpoint_server.engine.caches.parts import _SHARED
 from flashpoint_server.engine.scheduling.engine_request import _CACHED
 
 PLACES: Mapping[str, frozenset[str]] = {
     **{f"backend {name}" + " (HANDLES)": names for name, names in HANDLES.items()},
+    **{f"backend {name}" + " with a block mask (IN_BLOCKS)": names for name, names in IN_BLOCKS.items()},
+    **{f"derivatives of {name}" + " (IN_DERIVATIVES)": names for name, names in IN_DERIVATIVES.items()},
     **{f"surface {name}" + " (TAKES)": names for name, names in TAKES.items()},
     "repeated calls in C (_REPEATED)": _REPEATED,
     "parts that the engine caches (_CACHED)": _CACHED,

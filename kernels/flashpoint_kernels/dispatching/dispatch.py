@@ -101,7 +101,7 @@ def derivative_backend(spec: Spec, device: str) -> str:
             text = f"{named} has no forward-mode or second derivatives: use auto, {' or '.join(_DERIVATIVES)}"
             raise ProblemError([("backend", text)])
         return backend_for(spec, device)
-    return next((each for each in _DERIVATIVES if not unsupported(each, spec)), "reference")
+    return next((each for each in _DERIVATIVES if not unsupported(each, spec, derived=True)), "reference")
 
 
 def run(problems: Sequence[Problem], backend: str) -> None:
@@ -129,7 +129,7 @@ def run(problems: Sequence[Problem], backend: str) -> None:
         raise ProblemError([("backend", f"{backend} is not available on this device: {why}")])
     if kind == "cpu" and backend == "torch":
         raise BackendRenamedError
-    if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
+    if errors := [e for p in problems for e in unsupported(backend, p.spec, p.tangents is not None)]:
         raise ProblemError(dict.fromkeys(errors))
     if kind == "cpu" and backend in ("cpu", "tiled"):
         if backend == "cpu" and len(problems) == 1:

@@ -24,6 +24,9 @@ HANDLES = {
     "tiled": tiled_backend.HANDLES,
     "reference": reference_backend.HANDLES,
 }
+# The backends that compute scores in further modules, which may lack a row that the backend handles.
+IN_BLOCKS = {"tiled": tiled_backend.IN_BLOCKS}
+IN_DERIVATIVES = {"tiled": tiled_backend.IN_DERIVATIVES}
 
 
 class Backends(tuple[str, ...]):
@@ -58,18 +61,23 @@ class Backends(tuple[str, ...]):
     __hash__ = tuple.__hash__
 
 
-def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
+def unsupported(backend: str, spec: Spec, derived: bool = False) -> list[tuple[str, str]]:
     """Return (field, message) for each feature of `spec` that `backend` does not support, and each tensor and option
-    that it does not list.
+    that it does not list. `derived`: for derivatives along a direction.
     """
     missing = spec.features - SUPPORT[backend]
     if backend == "cpu" and native.library() is None:
         return [("backend", native.missing())]
-    if not missing and spec.given <= HANDLES[backend]:
+    handled, where = HANDLES[backend], ""
+    if spec.has("block_mask") and not spec.given <= (listed := IN_BLOCKS.get(backend, handled)):
+        handled, where = listed, " with block_mask"
+    if derived and not spec.given <= (listed := IN_DERIVATIVES.get(backend, handled)):
+        handled, where = listed, " in forward-mode or second derivatives"
+    if not missing and spec.given <= handled:
         return []
     errors = [(field, f"the {backend} backend does not support {what}") for field, what in map(said, sorted(missing))]
-    unnamed = spec.given - HANDLES[backend] - {field for field, _ in errors}
-    return errors + [(name, f"the {backend} backend does not support {name}") for name in sorted(unnamed)]
+    unnamed = spec.given - handled - {field for field, _ in errors}
+    return errors + [(name, f"the {backend} backend does not support {name}{where}") for name in sorted(unnamed)]
 
 
 def said(feature: str) -> tuple[str, str]:

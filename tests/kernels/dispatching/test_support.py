@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashpoint_kernels import Options, Problem, ProblemError, available_backends, native, run
-from flashpoint_kernels.dispatching import dispatch
+from flashpoint_kernels import Options, Problem, ProblemError, attention, available_backends, native, run
+from flashpoint_kernels.dispatching import dispatch, support
 from flashpoint_kernels.dispatching.support import choose_backend
 from tests.support.kernels.solving import normal, poisoned, qkv, spec_of
 
@@ -51,3 +51,39 @@ def test_which_problems_the_kernels_in_c_have() -> None:
     assert chosen(t | {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}) == "cpu"
     with pytest.raises(ProblemError, match="softcap"):
         chosen(t, ("triton", "torch", "tiled"), softcap=2.0, backend="torch")
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, lists: dict[str, frozenset[str]]) -> None:
+    monkeypatch.setitem(lists, "tiled", lists["tiled"] - {"softcap"})
+
+
+def test_an_option_that_the_module_for_block_masks_does_not_list_is_not_ignored_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _without(monkeypatch, support.IN_BLOCKS)
+    q = torch.randn(1, 1, 32, 16, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="cpu")
+    keywords: dict[str, Any] = {"block_mask": mask, "block_size": (16, 16), "softcap": 0.5}
+    with pytest.raises(ProblemError, match="softcap: the tiled backend does not support softcap with block_mask"):
+        attention(q, q, q, backend="tiled", **keywords)
+    assert torch.isfinite(attention(q, q, q, backend="tiled", softcap=0.5)).all()
+    assert torch.isfinite(attention(q, q, q, backend="tiled", **keywords | {"softcap": 0.0})).all()
+
+
+def test_an_option_that_the_module_for_derivatives_does_not_list_is_not_ignored_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 4, 8, dtype=torch.float32, device="cpu", generator=random) for _ in range(3))
+
+    def twice(backend: str) -> Tensor:
+        leaf = q.clone().requires_grad_()
+        o = attention(leaf, k, v, softcap=0.5, backend=backend)
+        (dq,) = torch.autograd.grad(o.square().sum(), leaf, create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), leaf)[0]
+
+    expected = twice("reference")
+    _without(monkeypatch, support.IN_DERIVATIVES)
+    with pytest.raises(ProblemError, match="does not support softcap in forward-mode or second derivatives"):
+        twice("tiled")
+    torch.testing.assert_close(twice("auto"), expected)
