@@ -27,6 +27,8 @@ RIGHTS: tuple[Permission, ...] = get_args(Permission)
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # names are used unchanged in logs, metric labels and file names
 
+_NO_HASH = "must be the 64 hexadecimal digits, in lower case, that `flashpoint key` writes"
+
 
 class KeyEntry(BaseModel):
     """One key, and while it is rotated its predecessor. A missing limit means that there is no limit."""
@@ -137,5 +139,6 @@ def parse(text: str, path: Path) -> dict[str, KeyEntry]:
         except ValidationError as error:
             first = error.errors(include_input=False, include_context=False)[0]
             field = ".".join(map(str, (name, *first["loc"])))
-            raise ValueError(f"{path}: {field}: {first['msg']}") from None
+            said = _NO_HASH if first["type"] == "string_pattern_mismatch" else first["msg"]
+            raise ValueError(f"{path}: {field}: {said}") from None
     return entries

@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from flashpoint_server.config.key_file import read
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.sources import SettingError, load
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ from flashpoint_server.config.settings import Settings
         ("[alice", "not TOML"),
         ("\xff", "not UTF-8"),
         ('[alice]\nrights = ["info"]', r"alice\.sha256"),
-        ('[alice]\nsha256 = "s3cret"\nrights = ["info"]', r"alice\.sha256"),
+        ('[alice]\nsha256 = "s3cret"\nrights = ["info"]', r"alice\.sha256: must be the 64 hexadecimal digits"),
         (f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["all"]', r"alice\.rights"),
         (f'[alice]\nsha256 = "{"0" * 64}"\nrights = []', r"alice\.rights"),
         (f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["info"]\nrequest_per_second = 1', "request_per_second"),
@@ -36,3 +37,6 @@ def test_a_file_that_is_not_right_is_refused_and_no_value_is_shown(tmp_path, tex
     assert "s3cret" not in str(caught.value)
     with pytest.raises(ValidationError, match="api_keys_file"):
         Settings(api_keys_file=path)
+    with pytest.raises(SettingError, match=why) as started:
+        load({"api_keys_file": str(path)}, environment={})
+    assert "s3cret" not in str(started.value)
