@@ -40,6 +40,11 @@ def read(cert: Path, key: Path | None, client_ca: Path | None, look: Callable[[P
     certificate = Certificate(
         look(cert), None if key is None else look(key), None if client_ca is None else authorities
     )
+    if not _PEM.search(certificate.cert):
+        raise ValueError(f"{cert} contains no certificate in PEM")
+    if b"PRIVATE KEY-----" not in (certificate.key or certificate.cert):
+        hint = "" if key else "; name its file with --tls-key"
+        raise ValueError(f"{key or cert} contains no private key{hint}")
     try:
         load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate)
     except _PasswordError:

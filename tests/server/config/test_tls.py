@@ -302,3 +302,13 @@ def test_files_that_do_not_belong_together_are_refused(authority, wrong):
     files = {"tls_cert": cert, "tls_key": key, **{name: authority.where / file for name, file in wrong.items()}}
     with pytest.raises(ValidationError, match="tls_cert"):
         Settings(**files)
+
+
+def test_a_file_without_a_key_or_without_a_certificate_is_named(authority):
+    cert, key = authority.give("mine")
+    with pytest.raises(ValueError, match=re.escape(f"{cert} contains no private key; name its file with --tls-key")):
+        tls.read(cert, None, None)
+    with pytest.raises(ValueError, match=re.escape(f"{cert} contains no private key")):
+        tls.read(cert, cert, None)
+    with pytest.raises(ValueError, match=re.escape(f"{key} contains no certificate")):
+        tls.read(key, cert, None)
