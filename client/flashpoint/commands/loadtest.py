@@ -37,6 +37,7 @@ CALLS = (
     (100, 100, 4, 2, True), (1, 2048, 8, 2, False),
 )  # fmt: skip
 DIM = 64
+_WRONG = "wrong answer"
 REFUSED = ("429", "503", "504")  # an overloaded server may answer with these
 
 _of_load = group("Load")
@@ -61,7 +62,7 @@ class _Case:
         for name, right in self.expected.items():
             error = np.abs(answer[name] - right).max() / np.abs(right).max()
             if not error <= BOUND:
-                return f"wrong answer: {name} is wrong by {error:.1e} of its largest value"
+                return f"{_WRONG}: {name} is wrong by {error:.1e} of its largest value"
         return None
 
 
@@ -139,9 +140,22 @@ def loadtest(
     load = os.getloadavg()[0]
     show.print(f"load average of this machine: {load:.1f} on {os.cpu_count()} cores", style="dim")
     running.write_json(json, {"url": client.url, "seconds": seconds, "steps": rows, "load_average": load})
-    failed = any(not error.startswith(REFUSED) for error in errors) or not any(step.milliseconds for step in done)
-    show.print("FAIL" if failed else "every answer is right", style="bold red" if failed else "green")
+    failed, note = verdict(errors, sum(len(step.milliseconds) for step in done))
+    if note:
+        show.print(note, style="yellow")
+    show.print(f"FAIL: {failed}" if failed else "every answer is right", style="bold red" if failed else "green")
     return ended if ended is not None else WRONG if failed else RIGHT
+
+
+def verdict(errors: Mapping[str, int], right: int) -> tuple[str | None, str | None]:
+    """Return why a load test fails, None if it does not, and a note on the limit of the key, if calls met it."""
+    note = "key_limit is a limit of this API key: the server may answer more" if "429 key_limit" in errors else None
+    others = [error for error in errors if not error.startswith(REFUSED)]
+    if any(error.startswith(_WRONG) for error in others):
+        return "answers are wrong", note
+    if others:
+        return f"calls failed, and not by overload: {', '.join(others)}; read the server's log", note
+    return None if right else "no call was answered", note
 
 
 def _case(q_len: int, kv_len: int, heads: int, kv_heads: int, grad: bool) -> _Case:

@@ -32,7 +32,21 @@ def test_a_wrong_answer_ends_with_1(run, server, monkeypatch):
     code, out, _ = run("loadtest", "--url", server.url, "--callers", "1", "--seconds", "0.3")
     assert code == 1
     assert "x wrong answer: dk is wrong by" in out
-    assert out.endswith("FAIL\n")
+    assert out.endswith("FAIL: answers are wrong\n")
+
+
+def test_the_verdict_says_why_it_fails_and_what_a_key_limits():
+    assert loadtest.verdict({}, 9) == (None, None)
+    assert loadtest.verdict({"429 queue_full": 3, "503 draining": 1}, 9) == (None, None)
+    failed, note = loadtest.verdict({"429 key_limit": 3}, 9)
+    assert failed is None
+    assert note == "key_limit is a limit of this API key: the server may answer more"
+    failed, _ = loadtest.verdict({"429 queue_full": 3, "ConnectionFailedError": 7, "500 internal_error": 1}, 9)
+    assert (
+        failed == "calls failed, and not by overload: ConnectionFailedError, 500 internal_error; read the server's log"
+    )
+    assert loadtest.verdict({"503 draining": 3}, 0)[0] == "no call was answered"
+    assert loadtest.verdict({"ConnectionFailedError": 7, "wrong answer: dk is wrong": 1}, 9)[0] == "answers are wrong"
 
 
 def test_an_overload_is_counted_and_is_no_failure(run, start_server):
