@@ -148,15 +148,16 @@ class Engine:
             if segment.number not in self._attached:
                 self._attached.add(segment.number)
                 self.tell(Attach(segment.number, segment.mapped), (segment.fd,))
-        job.number = next(self._numbers)
-        wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
-        message = encode(job.message(job.since + wait))  # before the job is registered: `encode` may raise
+        submit = job.message
+        submit.id = next(self._numbers)
+        submit.rank = job.since + PASSED * submit.seconds - job.priority * PRIORITY_SECONDS
+        message = encode(submit)  # before the job is registered: `encode` may raise
         if not self._sent:
             self.pace.begin(time.monotonic())
-        self._sent[job.number] = job
+        self._sent[submit.id] = job
         job.staging.slot.mark = False
         job.staging.hold()
-        self.load += job.price.seconds
+        self.load += submit.seconds
         self._send_encoded(message)
 
     @property
@@ -181,8 +182,8 @@ class Engine:
 
     def cancel(self, job: Job) -> None:
         """Tell the engine that the result of a job is no longer needed, unless the engine has answered."""
-        if self._sent.get(job.number) is job:
-            self.tell(Cancel(job.number))
+        if self._sent.get(number := job.message.id) is job:
+            self.tell(Cancel(number))
 
     def forget_segment(self, number: int) -> None:
         """Tell the engine to unmap a segment that this process has freed."""
@@ -246,7 +247,9 @@ class Engine:
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason
                     case VerifyProgressed():
-                        self._proceeds(message)
+                        job = self._sent[message.id]
+                        if job.progress is not None and not job.answer.done():
+                            job.progress(message.progress)
                     case JobOpened() | JobEvent() | JobDropped():
                         for listener in self._listeners:
                             listener.heard(self, message)
@@ -263,17 +266,11 @@ class Engine:
                     case Unmapped():
                         self._attached.discard(message.segment)
 
-    def _proceeds(self, message: VerifyProgressed) -> None:
-        job = self._sent[message.id]
-        if job.progress is not None and not job.answer.done():
-            job.progress(message.progress)
-
     def _settle(self, message: Done | Failed | Verified | CallReply) -> None:
-        match message:
-            case CallReply():
-                self._sent[message.id].records += message.caches
-                if message.more:
-                    return
+        if isinstance(message, CallReply):
+            self._sent[message.id].records += message.caches
+            if message.more:
+                return
         job = self._sent.pop(message.id)
         self._let_go(job)
         answer, result = job.answer, JobResult({}, 1)
@@ -283,7 +280,7 @@ class Engine:
                     answer.set_exception(Refusal(message.code, message.detail, errors=message.errors))
                 return
             case Done():
-                self.pace.did(job.price.seconds, time.monotonic())
+                self.pace.did(job.message.seconds, time.monotonic())
                 answer.get_loop().call_soon(self._computed, message)  # later, after the route that waits
                 if answer.done() and (saved := message.metadata.get("saved")) is not None:
                     self.tell(Forget(saved))  # the route no longer waits, so the caller does not get the id
@@ -302,7 +299,7 @@ class Engine:
             listener.computed(self, done)
 
     def _let_go(self, job: Job) -> None:
-        self.load -= job.price.seconds
+        self.load -= job.message.seconds
         job.staging.release()
 
     def _died(self) -> None:
@@ -316,7 +313,7 @@ class Engine:
         self.incarnation, self.holding = 0, Holding(0, 0)
         unbegun = list(self.unbegun)
         for job in unbegun:
-            del self._sent[job.number]
+            del self._sent[job.message.id]
             self._let_go(job)
         self._lose("engine_lost", "the engine died while it ran this request; retry")
         try:
@@ -470,10 +467,9 @@ class Engines:
             raise Refusal(code, f"the engine is {self.state.value}")
 
     def _send(self, job: Job) -> None:
-        wanted = job.incarnation
-        able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
+        able = [engine for engine in self._ready() if job.incarnation in (0, engine.incarnation)]
         if not able:
-            if job.body.serials:
+            if job.message.body.serials:
                 refusal = Refusal(job.lost, "the engine that held it restarted")
             else:
                 refusal = Refusal("engine_lost", "the engine died before it started this request; retry")

@@ -34,47 +34,41 @@ class JobResult:
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """The work of one request for an engine. `deadline` is in `time.monotonic` seconds; None means no deadline.
+    """The work of one request for an engine: `message` is what the engine gets, the other fields stay here.
 
     `progress` is called with each VerifyProgress in JSON. The first call means that the verification has started.
-    Submitting sets `answer` and `since`, in `time.monotonic` seconds. `number` is the job's id on an engine's channel.
+    Submitting sets `answer` and `since`, in `time.monotonic` seconds, and the message's `id` and `rank`.
     """
 
-    id: str
-    body: Body
+    message: Submit
     staging: Staging
     timings: Timings
-    price: Price
-    deadline: float | None = None
     priority: int = 0
     incarnation: int = 0  # engine that holds the job's caches or forward; 0: any engine
     lost: str = "cache_lost"  # error code if that engine is gone
     progress: Callable[[bytes], None] | None = None
     answer: asyncio.Future[JobResult] = field(init=False)
     since: float = field(init=False)
-    number: int = field(init=False, default=-1)
     records: list[CacheRecord] = field(init=False, default_factory=list)  # from the CallReply messages so far
 
-    def message(self, rank: float) -> Submit:
-        """Return the message that submits the job to an engine. `rank` orders the engine's queue: see `Submit`."""
-        return Submit(
-            id=self.number,
-            request_id=self.id,
-            body=self.body,
-            segment=self.staging.slot.segment.number,
-            inputs=self.staging.described(self.staging.inputs),
-            outputs=self.staging.described(self.staging.outputs),
-            mark=self.staging.slot.mark_at,
-            flops=self.price.flops,
-            seconds=self.price.seconds,
-            rank=rank,
-            deadline=self.deadline,
+    @classmethod
+    def of(
+        cls, request_id: str, body: Body, staging: Staging, price: Price, deadline: float | None = None, **here: Any
+    ) -> Job:
+        """Return the job of a request. `deadline` is as in `Submit`; `here` are the fields that stay here."""
+        slot = staging.slot
+        inputs, outputs = staging.described(staging.inputs), staging.described(staging.outputs)
+        number, rank = -1, 0.0  # until the job is sent
+        message = Submit(
+            number, request_id, body, slot.segment.number, inputs, outputs, slot.mark_at, *price, rank, deadline
         )
+        return cls(message=message, staging=staging, **here)
 
     def remaining(self) -> float | None:
         """Return the seconds to the deadline, at least 0; None if there is no deadline."""
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        deadline = self.message.deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     @property
     def late(self) -> bool:
-        return self.deadline is not None and time.monotonic() >= self.deadline
+        return self.remaining() == 0.0

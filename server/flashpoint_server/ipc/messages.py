@@ -67,7 +67,7 @@ class SavedRecord(msgspec.Struct, frozen=True):
     expires_in: float
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Submit(msgspec.Struct, tag=True):
     """To the engine: run the job `body`, with tensors in shared memory. The engine runs the lowest `rank` first.
 
     `rank` and `deadline` are in `time.monotonic` seconds, a clock that all processes share. Before the engine starts

@@ -274,16 +274,12 @@ async def carry_out(
 
 def make_job(request: RouteRequest, body: Body, staging: Staging, price: Price, **engine: Any) -> Job:
     """Return the job of a request. `engine` are the fields `incarnation` and `lost` of `Job`."""
-    return Job(
-        id=request.exchange.request_id,
-        body=body,
-        staging=staging,
-        timings=Timings(request.exchange.arrived),
-        price=price,
-        deadline=request.body.deadline,
-        priority=request.priority,
-        **engine,
-    )
+    exchange = request.exchange
+    timings = Timings(exchange.arrived)
+    return Job.of(
+        exchange.request_id, body, staging, price, request.body.deadline,
+        timings=timings, priority=request.priority, **engine,
+    )  # fmt: skip
 
 
 async def submit(request: RouteRequest, job: Job) -> JobResult:

@@ -66,14 +66,8 @@ class Bench:
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
         for view in staging.views(staging.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
-        return Job(
-            id=name,
-            body=AttentionCall("forward", pack_options(Options()), "reference"),
-            staging=staging,
-            timings=Timings(0.0),
-            price=FREE,
-            **how,
-        )
+        body = AttentionCall("forward", pack_options(Options()), "reference")
+        return Job.of(name, body, staging, FREE, timings=Timings(0.0), **how)
 
     async def answer(self, job):
         """Submit a job, return its output o, and release its memory."""
@@ -139,7 +133,8 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
             await first
             first_job.staging.release()
             answers = await asyncio.gather(*tasks)
-            assert [j.id for j in sorted(jobs, key=lambda j: j.timings.compute)] == ["c", "b", "d", "a", "e"]
+            in_order = sorted(jobs, key=lambda j: j.timings.compute)
+            assert [j.message.request_id for j in in_order] == ["c", "b", "d", "a", "e"]
             assert not dropped.timings.compute
             assert not late.timings.compute
             assert all(np.array_equal(answers[0], other) for other in answers[1:])
