@@ -48,7 +48,7 @@ class CacheStore:
     """
 
     def __init__(self, ledger: Ledger, ttl: float, device: str = "cpu", paged: bool = False) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._lock = ledger.lock
         self._ttl = ttl
         self._device = device
@@ -65,14 +65,14 @@ class CacheStore:
     ) -> list[CacheRecord]:  # fmt: skip
         """Create empty caches; with `max_length`, allocate their memory now. Raises Refusal 404, 410, 413 and 429."""
         with self._lock:
-            self._ledger.sweep()
+            self.ledger.sweep()
             if (again := self._answered(terms)) is not None:
                 return again
             sizes = self._sizes(shape)
             chunks = [reserved_chunks(max_length, keep_last) for keep_last in keep] if max_length else [0] * len(sizes)
             base = base_bytes(len(sizes))
             each = base + sum(size.nbytes * CHUNK * n for size, n in zip(sizes, chunks, strict=True))
-            self._ledger.check_number(terms.owner, terms.most, count)
+            self.ledger.check_number(terms.owner, terms.most, count)
             self._check(terms, each * count, each * count, each * count)
             made: list[StoredCache] = []
             for _ in range(count):
@@ -87,10 +87,10 @@ class CacheStore:
                         track.reserved = 0
                         released(track, track.spares)
                     for cache in made:
-                        self._ledger.end(cache)
+                        self.ledger.end(cache)
                     raise
                 made.append(self._new(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
-                self._ledger.add(made[-1], each, each)
+                self.ledger.add(made[-1], each, each)
             return self._answer(terms, made)
 
     def fork(
@@ -101,7 +101,7 @@ class CacheStore:
         The copies share memory with their sources. Raises Refusal 404, 409, 410, 413 and 429.
         """
         with self._lock:
-            self._ledger.sweep()
+            self.ledger.sweep()
             if (again := self._answered(terms)) is not None:
                 return again
             fields = [f"{name}.{n}" for name, some in (("caches", serials), ("free", free)) for n in range(len(some))]
@@ -114,7 +114,7 @@ class CacheStore:
             base = [base_bytes(len(c.tracks)) for c in sources]
             full = [unshared + sum(t.nbytes for t in some) for unshared, some in zip(base, tracks, strict=True)]
             try:
-                self._ledger.check_number(terms.owner, terms.most, len(sources), len(dict.fromkeys(freed)))
+                self.ledger.check_number(terms.owner, terms.most, len(sources), len(dict.fromkeys(freed)))
                 gone = sum(c.nbytes for c in dict.fromkeys(freed))
                 self._check(terms, sum(base) - freeable(freed), sum(full) - gone, max(base, default=0))
             except Refusal:
@@ -124,10 +124,10 @@ class CacheStore:
             made = []
             for source, unshared, nbytes, some in zip(sources, base, full, tracks, strict=True):
                 made.append(self._new(terms.owner, source.shape, source.ttl, some, source.keep, source.max_length))
-                self._ledger.add(made[-1], nbytes, unshared)
+                self.ledger.add(made[-1], nbytes, unshared)
             answer = self._answer(terms, made)
             for cache in dict.fromkeys(freed):
-                self._ledger.end(cache)
+                self.ledger.end(cache)
             return answer
 
     def delete(self, terms: Terms, serials: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class CacheStore:
         with self._lock:
             self._check_key(terms)
             for cache in dict.fromkeys(self._find(terms.owner, serials)):
-                self._ledger.end(cache)
+                self.ledger.end(cache)
             self._keys.done(terms.owner, terms.key, terms.payload)
 
     def renew(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
@@ -151,7 +151,7 @@ class CacheStore:
         max_length: int | None,
     ) -> StoredCache:  # fmt: skip
         return StoredCache(
-            serial=self._ledger.serial(), owner=owner, ttl=ttl, expires=self._ledger.clock() + ttl, shape=shape,
+            serial=self.ledger.serial(), owner=owner, ttl=ttl, expires=self.ledger.clock() + ttl, shape=shape,
             tracks=tracks, keep=keep, max_length=max_length,
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ class CacheStore:
     def listed(self, terms: Terms, after: int = 0, limit: int | None = None) -> list[CacheRecord]:
         """Return descriptions of the owner's caches with serials above `after`, at most `limit`."""
         with self._lock:
-            return [self.record(cache) for cache in self._ledger.listed(StoredCache, terms.owner, after, limit)]
+            return [self.record(cache) for cache in self.ledger.listed(StoredCache, terms.owner, after, limit)]
 
     def lengths(self, owner: str, serials: Sequence[int], layer: int) -> Sequence[int]:
         """Return the number of tokens that each of these caches has in a layer. Raises Refusal 404 and 410."""
@@ -187,7 +187,7 @@ class CacheStore:
     def shared_chunk(self, owner: str, serials: Sequence[int], layer: int) -> Chunk | None:
         """Return the first stored chunk of the cache `serials[0]`, if it is full and another cache uses it, or None."""
         with self._lock:
-            cache = self._ledger.find(StoredCache, owner, serials[0])
+            cache = self.ledger.find(StoredCache, owner, serials[0])
             if isinstance(cache, tuple):
                 return None
             track = cache.tracks[layer]
@@ -225,7 +225,7 @@ class CacheStore:
             lengths=[track.length for track in cache.tracks],
             firsts=[track.first for track in cache.tracks],
             nbytes=cache.nbytes,
-            expires_in=max(0.0, cache.expires - self._ledger.clock()),
+            expires_in=max(0.0, cache.expires - self.ledger.clock()),
         )
 
     def find(self, terms: Terms, serials: Sequence[int]) -> list[StoredCache]:
@@ -234,7 +234,7 @@ class CacheStore:
             return self._find(terms.owner, serials)
 
     def _find(self, owner: str, serials: Sequence[int], fields: Sequence[str] = ()) -> list[StoredCache]:
-        every = [self._ledger.find(StoredCache, owner, serial) for serial in serials]
+        every = [self.ledger.find(StoredCache, owner, serial) for serial in serials]
         self._refuse([one if isinstance(one, tuple) else None for one in every], fields)
         return [one for one in every if isinstance(one, StoredCache)]
 
@@ -291,7 +291,7 @@ class CacheStore:
             writes = self._prepared(terms, caches, layer, at, [k.shape[1] for k, _ in tokens], lowest)
             self._written(terms, caches)
             for cache in caches:
-                cache.expires = self._ledger.clock() + cache.ttl  # also if the call's attention fails later
+                cache.expires = self.ledger.clock() + cache.ttl  # also if the call's attention fails later
         for write, (k, v) in zip(writes, tokens, strict=True):
             if (keep_last := write.cache.keep[layer]) is not None:
                 with self._lock:
@@ -339,7 +339,7 @@ class CacheStore:
                     else:
                         before = made[-1][1] if made else track.chunks[change.place - 1] if change.place else None
                         chunk = track.new_chunk(change.place, change.capacity, before, len(changes) - number)
-                        self._ledger.count(cache, chunk.nbytes, chunk.nbytes)
+                        self.ledger.count(cache, chunk.nbytes, chunk.nbytes)
                     made.append((change, chunk))
         except (MemoryError, RuntimeError, Refusal):
             for write in writes:
@@ -385,14 +385,14 @@ class CacheStore:
         if not self._paged:
             return None
         if self._block is None:
-            self._block = Block.largest(self._ledger.limit + self._ledger.limit // SPARE, self._device)
+            self._block = Block.largest(self.ledger.limit + self.ledger.limit // SPARE, self._device)
         if (pool := self._pools.get(size)) is None:
             shape = size.heads, size.head_dim, size.value_dim
             pool = self._pools[size] = PagePool(self._block, *shape, size.dtype, scaled=size.quantized)
         return pool
 
     def _check(self, terms: Terms, new: int, net: int, largest: int) -> None:
-        self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
+        self.ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
 
     def _wait_for_copies(self) -> None:
         """Wait until a GPU has copied the tokens out of released chunks: then another CUDA stream may write to them."""
@@ -406,4 +406,4 @@ class CacheStore:
         spares = len(track.spares)
         gone = released(track, chunks)
         spare_bytes = sum(chunk.nbytes for chunk in track.spares[spares:])
-        self._ledger.uncount(cache, sum(chunk.nbytes for chunk in chunks) - spare_bytes, gone)
+        self.ledger.uncount(cache, sum(chunk.nbytes for chunk in chunks) - spare_bytes, gone)

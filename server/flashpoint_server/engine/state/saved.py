@@ -39,12 +39,12 @@ class SavedStore:
     """The saved forwards of an engine. `ttl` is in seconds of the ledger's clock."""
 
     def __init__(self, ledger: Ledger, ttl: float) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._ttl = ttl
 
     def reserve(self, save: Save) -> SavedForward:
         """Reserve memory for a forward before it runs. Raises Refusal 413 and 429."""
-        ledger = self._ledger
+        ledger = self.ledger
         with ledger.lock:
             ledger.sweep()
             ledger.check_number(save.owner, save.most, 1)
@@ -60,39 +60,39 @@ class SavedStore:
     def keep(self, saved: SavedForward, tensors: Mapping[str, Tensor]) -> None:
         """Store the tensors of a forward that has run; its time to live starts."""
         saved.tensors = tensors
-        self._ledger.leave([saved.serial], used=True)
+        self.ledger.leave([saved.serial], used=True)
 
     def drop(self, serial: int) -> None:
         """Free a forward, if it still exists. Called if it has failed, or if no caller has received its id."""
-        with self._ledger.lock:
-            if (saved := self._ledger.get(SavedForward, serial)) is not None:
-                self._ledger.end(saved)
+        with self.ledger.lock:
+            if (saved := self.ledger.get(SavedForward, serial)) is not None:
+                self.ledger.end(saved)
 
     def tensors(self, owner: str, serial: int) -> Mapping[str, Tensor]:
         """Return the tensors of a forward. Raises Refusal 404 and 410."""
-        with self._ledger.lock:
+        with self.ledger.lock:
             return self._find(owner, serial).tensors
 
     def execute(self, call: SavedCall) -> list[SavedRecord]:
         """Execute a call that lists, describes or deletes saved forwards. Raises Refusal 404 and 410."""
-        with self._ledger.lock:
+        with self.ledger.lock:
             if call.operation == "list":
-                listed = self._ledger.listed(SavedForward, call.owner)
+                listed = self.ledger.listed(SavedForward, call.owner)
                 records = [self._record(one) for one in listed if one.tensors and one.serial > call.after]
                 return records[:MOST_LISTED]
             forwards = [self._find(call.owner, serial) for serial in call.forwards]
             if call.operation == "delete":
                 for saved in forwards:
-                    self._ledger.end(saved)
+                    self.ledger.end(saved)
                 return []
             return [self._record(one) for one in forwards]
 
     def _find(self, owner: str, serial: int) -> SavedForward:
-        result = self._ledger.find(SavedForward, owner, serial)
+        result = self.ledger.find(SavedForward, owner, serial)
         if isinstance(result, tuple):
             raise Refusal(*result)
         return result
 
     def _record(self, saved: SavedForward) -> SavedRecord:
-        expires_in = max(0.0, saved.expires - self._ledger.clock())
+        expires_in = max(0.0, saved.expires - self.ledger.clock())
         return SavedRecord(saved.serial, saved.head, saved.nbytes, saved.ttl, expires_in)

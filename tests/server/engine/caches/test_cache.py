@@ -26,7 +26,7 @@ def all_visible(queries, length):
 
 
 def cache_of(store, serial):
-    return store._ledger.get(StoredCache, serial)
+    return store.ledger.get(StoredCache, serial)
 
 
 def test_a_cut_or_a_write_is_refused_for_its_position():
@@ -60,9 +60,9 @@ def test_the_memory_that_a_deletion_frees_is_not_shared_with_another_cache():
     caches = [cache_of(store, serial) for serial in (one, two)]
     assert [freeable([cache]) for cache in caches] == [base_bytes(LAYERS)] * 2
     assert freeable(caches) == freeable([*caches, caches[0]]) == 2 * base_bytes(LAYERS) + CHUNK * TOKEN
-    before = store._ledger.used
+    before = store.ledger.used
     store.delete(ALICE, [one, two])
-    assert before - store._ledger.used == 2 * base_bytes(LAYERS) + CHUNK * TOKEN
+    assert before - store.ledger.used == 2 * base_bytes(LAYERS) + CHUNK * TOKEN
 
 
 def test_the_last_keys_of_writes_are_remembered():

@@ -51,11 +51,11 @@ def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
     store = store_of()
     shape = CacheShape((HEADS,), (D,), (DV,), str(dtype).removeprefix("torch."))
     (record,) = store.create(Terms("alice"), shape, 1, None, [None], None)
-    base = store._ledger.used
+    base = store.ledger.used
     k, v = tokens(CHUNK + 5)
     store.write(Terms("alice"), [record.serial], 0, None, [(k[:, :7], v[:, :7])])  # the next write enlarges this chunk
     store.write(Terms("alice"), [record.serial], 0, None, [(k[:, 7:], v[:, 7:])])
-    assert store._ledger.used - base == (CHUNK + 16) * HEADS * (D + DV + 8)
+    assert store.ledger.used - base == (CHUNK + 16) * HEADS * (D + DV + 8)
     store.fork(Terms("alice"), [record.serial], [CHUNK - 1], [])
     (cache,) = store.find(Terms("alice"), [record.serial])
     track = cache.tracks[0]

@@ -112,9 +112,9 @@ def test_dropped_chunks_give_their_memory_back_though_others_of_their_slab_stay(
     assert track.first == 5 * CHUNK
     assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # freed memory reads as zero pages
     assert adjacent(track) == [1, 1]
-    used = store._ledger.used
+    used = store.ledger.used
     store.truncate(ALICE, serial, 5 * CHUNK + 1)
-    assert store._ledger.used < used
+    assert store.ledger.used < used
 
 
 def test_a_place_is_taken_once_until_it_is_given_back():

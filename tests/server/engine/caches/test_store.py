@@ -134,8 +134,8 @@ class Stateful(RuleBasedStateMachine):
         if error is not None:
             return
         if code == "repeats":
-            self.store._ledger.enter([serial])
-            self.store._ledger.leave([serial], used=True)
+            self.store.ledger.enter([serial])
+            self.store.ledger.leave([serial], used=True)
         model.expires = self.clock.now + TTL
         if code is None:
             new = np.concatenate((k.numpy(), v.numpy()), -1)
@@ -195,7 +195,7 @@ class Stateful(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule(owner=st.sampled_from(OWNERS))
     def remove_a_key(self, owner):
-        self.store._ledger.keep_owners(set(OWNERS) - {owner})
+        self.store.ledger.keep_owners(set(OWNERS) - {owner})
         for serial, model in list(self.there.items()):
             if model.owner == owner:
                 self.lost[serial] = self.there.pop(serial).owner
@@ -210,9 +210,9 @@ class Stateful(RuleBasedStateMachine):
 
     @invariant()
     def counts_what_it_holds(self):
-        self.store._ledger.sweep()
+        self.store.ledger.sweep()
         chunks = {}
-        caches = self.store._ledger.all(StoredCache)
+        caches = self.store.ledger.all(StoredCache)
         for cache in caches:
             nbytes = BASE
             for track in cache.tracks:
@@ -222,9 +222,9 @@ class Stateful(RuleBasedStateMachine):
                         nbytes += chunk.nbytes
             assert cache.nbytes == nbytes
         assert all(chunk.holders == count for chunk, (count,) in chunks.items())
-        assert self.store._ledger.used == sum(chunk.nbytes for chunk in chunks) + BASE * len(caches)
+        assert self.store.ledger.used == sum(chunk.nbytes for chunk in chunks) + BASE * len(caches)
         for owner in OWNERS:
-            assert self.store._ledger.owned(owner) == sum(c.nbytes for c in caches if c.owner == owner)
+            assert self.store.ledger.owned(owner) == sum(c.nbytes for c in caches if c.owner == owner)
 
 
 class PagedStateful(Stateful):
@@ -236,7 +236,7 @@ class PagedStateful(Stateful):
     def pages_have_one_chunk(self):
         if self.store._block is None:
             return
-        tracks = [track for cache in self.store._ledger.all(StoredCache) for track in cache.tracks]
+        tracks = [track for cache in self.store.ledger.all(StoredCache) for track in cache.tracks]
         chunks = {chunk for track in tracks for chunk in (*track.chunks, *track.spares) if chunk is not None}
         pages = [page for chunk in chunks for page in range(chunk.place, chunk.place + len(chunk.k))]
         assert len(set(pages)) == len(pages)
@@ -257,13 +257,13 @@ def test_forks_share_memory_until_one_writes():
     store = store_of()
     (serial,) = create(store)
     store.write(Terms("alice"), [serial], 0, None, [tokens(4 * CHUNK)])
-    before = store._ledger.used
+    before = store.ledger.used
     store.fork(Terms("alice"), [serial] * 64, None, [])
-    assert store._ledger.used - 64 * BASE == before
-    assert store._ledger.used <= 1.1 * before + 64 * BASE
+    assert store.ledger.used - 64 * BASE == before
+    assert store.ledger.used <= 1.1 * before + 64 * BASE
     copy = store.listed(Terms("alice"))[-1].serial
     store.write(Terms("alice"), [copy], 0, [4 * CHUNK - 1], [tokens(1, 5)])
-    assert store._ledger.used - 64 * BASE == before + CHUNK * TOKEN  # only the last chunk is copied
+    assert store.ledger.used - 64 * BASE == before + CHUNK * TOKEN  # only the last chunk is copied
     assert not np.array_equal(read(store, "alice", copy, 0)[1], read(store, "alice", serial, 0)[1])
 
 
@@ -314,13 +314,13 @@ def test_a_fork_counts_the_memory_of_the_caches_that_it_deletes():
     store = store_of(limit=2 * chunk + 3 * BASE)
     one, two, empty = create(store, count=3)
     store.write(Terms("alice"), [one, two], 0, None, [tokens(CHUNK), tokens(CHUNK, 1)])
-    assert store._ledger.used == store._ledger.limit
+    assert store.ledger.used == store.ledger.limit
     refused("cache_memory", store.fork, Terms("alice"), [one], None, [])
     refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # over the limit by one `BASE`
     (copy,) = [record.serial for record in store.fork(Terms("alice"), [one], None, [empty, empty])]
     refused("cache_memory", store.fork, Terms("alice"), [one] * 3, None, [one, copy])  # the forks keep the chunk
     made = store.fork(Terms("alice"), [one] * 3, None, [two, two])  # frees the memory of `two`
-    assert store._ledger.used == chunk + 5 * BASE
+    assert store.ledger.used == chunk + 5 * BASE
     for record in made:
         np.testing.assert_array_equal(read(store, "alice", record.serial, 0)[1], read(store, "alice", one, 0)[1])
 
@@ -400,7 +400,7 @@ def test_the_number_of_caches_is_limited_for_the_server_and_for_each_key():
     refused("cache_memory", store.fork, Terms("alice"), [made[0]], None, [])
     assert store.fork(Terms("alice", most=2), [made[0]], None, [made[1]])
     assert len(store.listed(Terms("alice"))) == 2
-    store._ledger.clock.now += TTL
+    store.ledger.clock.now += TTL
     assert create(store, count=4)  # all others have expired
 
 
@@ -417,9 +417,9 @@ def test_a_list_has_pages_of_the_owners_own_caches():
 def test_a_reserved_cache_takes_its_memory_at_once_and_keeps_it():
     store = store_of()
     (serial,) = create(store, max_length=2 * CHUNK)
-    taken = store._ledger.used
+    taken = store.ledger.used
     assert taken == BASE + LAYERS * 2 * CHUNK * TOKEN
     store.write(Terms("alice"), [serial], 0, None, [tokens(2 * CHUNK)])
     refused("cache_full", store.write, Terms("alice"), [serial], 0, None, [tokens(1)])
     store.truncate(Terms("alice"), serial, 0)
-    assert store._ledger.used == taken
+    assert store.ledger.used == taken

@@ -28,11 +28,11 @@ def test_a_cache_in_use_does_not_expire_and_one_that_has_is_known_for_an_hour():
     clock = Clock()
     store = store_of(clock=clock)
     (serial,) = create(store)
-    store._ledger.enter([serial])
+    store.ledger.enter([serial])
     clock.now += 10 * TTL
-    store._ledger.sweep()
-    assert len(store._ledger.all(StoredCache)) == 1
-    store._ledger.leave([serial], used=True)
+    store.ledger.sweep()
+    assert len(store.ledger.all(StoredCache)) == 1
+    store.ledger.leave([serial], used=True)
     clock.now += TTL - 1
     assert store.look(Terms("alice"), [serial])[0].expires_in == 1.0
     clock.now += 1
@@ -40,9 +40,9 @@ def test_a_cache_in_use_does_not_expire_and_one_that_has_is_known_for_an_hour():
     assert lost.detail == "the cache expired, or its engine restarted"
     refused("cache_not_found", store.look, Terms("bob"), [serial])
     clock.now += 3601
-    store._ledger.sweep()
+    store.ledger.sweep()
     refused("cache_not_found", store.look, Terms("alice"), [serial])
-    assert store._ledger.used == 0
+    assert store.ledger.used == 0
 
 
 def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
@@ -56,6 +56,6 @@ def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
     for number in range(20):
         create(store, key=f"k{number}", ttl=1.0)
         clock.now += 2
-        store._ledger.sweep()
+        store.ledger.sweep()
     assert create(store, "bob", key="mine") == first
     refused("cache_lost", store.look, Terms("bob"), [lost])
