@@ -198,6 +198,15 @@ def test_a_wrong_answer_is_seen(form: str) -> None:
     assert not verify(t, answers={"o": unscaled}).ok
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_keys_at_all(backend: str, form: str) -> None:
+    """Without keys, the scales that a test draws are finite, and o is 0."""
+    t = of_eight_bits({n: x for n, x in qkv(2, 4, 5, 0, 16).items() if n != "do"}, "bhsd", "int8", form)
+    check(t, Options(backend=backend))
+    assert not attention(**t, backend=backend).any()
+
+
 def test_least_int8_and_cancelling_values_are_judged() -> None:
     """`verify` judges -128, which has no positive counterpart, and bounds cancelling values by their terms' size."""
     t = qkv(1, 1, 4, 64, 16)

@@ -75,7 +75,8 @@ def of_eight_bits(
         if form != "row":
             shape = {"number": (), "head": (1, heads), "sequence": (sequences, heads)}[form]
             generator = torch.Generator().manual_seed(n)
-            scale = (float(scale.mean()) * (0.5 + torch.rand(shape, generator=generator))).to(values.device)
+            mean = float(scale.mean()) if scale.numel() else 1.0  # of no keys, a mean would be NaN
+            scale = (mean * (0.5 + torch.rand(shape, generator=generator))).to(values.device)
         quantized |= {name: values, f"{name}_scale": scale}
     return quantized
 
