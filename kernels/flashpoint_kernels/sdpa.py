@@ -1,4 +1,7 @@
-"""`scaled_dot_product_attention`, with the signature and the rules of torch's function of that name."""
+"""`scaled_dot_product_attention`, with the signature and the rules of torch's function of that name.
+
+TorchScript cannot read the function's body, and calls the operator `flashpoint::scaled_dot_product_attention` instead.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,14 @@ from flashpoint_kernels.problems.memory import check_memory
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
+
+
+_library = torch.library.Library("flashpoint", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+    "bool is_causal, float? scale, bool enable_gqa) -> Tensor",
+    "CONSERVATIVE",  # else TorchScript merges two calls, which drop different weights
+)
 
 
 class SdpaError(ProblemError, RuntimeError):
@@ -62,6 +73,19 @@ def scaled_dot_product_attention(
         SdpaError: a ProblemError, whose `errors` name what is not valid: both a ValueError and a RuntimeError, since
             torch raises one or the other.
     """
+    # TorchScript does not read the body of this `if`.
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    o: Tensor = torch.ops.flashpoint.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+    return o
+
+
+def _computed(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor) or t.ndim < 2:
             raise ProblemError([(name, "must be a tensor of at least 2 dimensions")])
@@ -133,3 +157,8 @@ def _with_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tens
         check_memory(key=k, value=v)
         k, v = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
     return q, k, v
+
+
+_library.impl(  # type: ignore[no-untyped-call]
+    "scaled_dot_product_attention", scaled_dot_product_attention, "CompositeImplicitAutograd"
+)
