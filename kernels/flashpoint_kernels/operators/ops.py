@@ -20,7 +20,7 @@ from torch import Tensor
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import FORWARD_TENSORS
-from flashpoint_kernels.operators import derivatives, solving
+from flashpoint_kernels.operators import derivatives, sharding, solving
 from flashpoint_kernels.operators.solving import (
     BOTH,
     GIVEN,
@@ -67,6 +67,8 @@ def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[T
         call = derivatives.Attention.apply
     elif solving.is_direct(inputs):
         call = derivatives.PlainAttention.apply if derivatives.differentiates(inputs) else solving.attention
+    elif not torch.compiler.is_compiling() and sharding.used(inputs):
+        return sharding.attention(attention, tensors, options)
     else:
         o, lse = torch.ops.flashpoint.attention.default(*inputs, seed, literal(options))
         return o, lse
@@ -78,6 +80,8 @@ def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -
     """Call the operator, and return the gradients that `options.grads` names."""
     inputs, given = [tensors[name] for name in BOTH], [tensors[name] for name in GIVEN]
     refuse_nested(tensors.items())
+    if not torch.compiler.is_compiling():
+        sharding.refuse("attention_backward", tensors.values())
     if derivatives.transformed() or derivatives.differentiates((*inputs, *given)):
         given = _with_answers(tensors, options)
     seed = seed_of(options)

@@ -17,6 +17,7 @@ from torch import Tensor
 from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import EIGHT_BIT, FORWARD_TENSORS
 from flashpoint_kernels.dispatching.dispatch import backend_for, run
+from flashpoint_kernels.operators import sharding
 from flashpoint_kernels.operators.solving import literal
 from flashpoint_kernels.operators.torch_rules import refuse_transforms
 from flashpoint_kernels.problems.memory import in_memory
@@ -41,6 +42,8 @@ def key_weights(
     """
     inputs = [tensors.get(name) for name in _INPUTS]
     refuse_transforms([*tensors.items(), ("lse", lse)])
+    if not torch.compiler.is_compiling():
+        sharding.refuse("key_weights" if rows is None else "attention_weights", inputs)
     weights: Tensor = torch.ops.flashpoint.key_weights.default(*inputs, lse, rows, _text(options))
     return weights
 
