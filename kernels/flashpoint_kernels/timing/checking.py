@@ -15,7 +15,7 @@ from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.timing.case import Case
 
 OURS = ("triton", "cpu", "torch", "tiled")  # our backends: one answer of each case is compared
-_KEPT = 3  # number of timed calls whose answers are compared
+_KEPT = 2  # number of timed calls whose answers are compared, of those with odd numbers and of those with even ones
 _SPARE = 1 << 16  # further numbers of each pool, from which the inputs of a call are a window
 _ROWS = 1 << 20  # scores of the queries that are compared of a forward, and at most of a whole head for dk and dv
 _HEAD = 1 << 24
@@ -54,8 +54,8 @@ class Turns:
                 t = torch.empty((batch, heads, rows, dim), dtype=dtype, device=device)
                 each.append(t.requires_grad_(grads and n < 3))
         self.leaves, self.do = self.sets[0][:3], self.sets[0][3]
-        self.calls = self.count = 0
-        self.kept: dict[int, tuple[list[Tensor], Any]] = {}
+        self.calls, self.counts = 0, [0, 0]
+        self.kept: dict[tuple[int, int], tuple[list[Tensor], Any]] = {}
         self.fresh()
 
     def fresh(self) -> None:
@@ -70,8 +70,11 @@ class Turns:
 
     def keep(self, answer: Any) -> None:
         """Keep the answer of the call that has just been timed, if it is one of those that are drawn."""
-        self.count += 1
-        place = len(self.kept) if len(self.kept) < _KEPT else self.random.randrange(self.count)
+        side = self.calls % 2
+        self.counts[side] += 1
+        place = self.counts[side] - 1
+        if place >= _KEPT:
+            place = self.random.randrange(self.counts[side])
         if place >= _KEPT:
             return
         answers = answer if isinstance(answer, (tuple, list)) else [answer]
@@ -79,7 +82,7 @@ class Turns:
             kind = next(type(t).__name__ for t in answers[:3] if type(t) is not Tensor or t._backward_hooks)
             raise WrongAnswerError(f"it answers with a {kind} that is no plain torch.Tensor")
         copies = [_clone(t.detach()) for t in (answers[:1] if self.case.direction == "forward" else answers[:3])]
-        self.kept[place] = [_clone(t.detach()) for t in (*self.leaves, self.do)], copies
+        self.kept[side, place] = [_clone(t.detach()) for t in (*self.leaves, self.do)], copies
 
     def check(self) -> None:
         """Compare the answers that were kept. Raises WrongAnswerError."""

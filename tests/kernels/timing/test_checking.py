@@ -71,6 +71,17 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     return right(q, k, v, causal).double()
 
 
+def every_second(first: int) -> Callable[..., Any]:
+    """Return a function that is wrong in every second call, from call `first` on."""
+    calls = [first]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        calls[0] += 1
+        return right(q, k, v, causal) * (1 + calls[0] % 2)
+
+    return attention
+
+
 def timed(kernel: Callable[..., Any] | None, **fields: Any) -> dict[str, Any]:
     running = measure(Case(backend="kernel" if kernel else "cpu", **(SIZES | fields)), timing=QUICK, kernel=kernel)
     while True:
@@ -106,6 +117,13 @@ def test_a_function_with_wrong_answers_has_no_figure(kernel: Any, fields: dict[s
     assert row["ms"] is row["tflops"] is row["roofline_percent"] is None
     assert row["skipped"].startswith("wrong: ")
     assert said in row["skipped"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_function_that_is_wrong_in_every_second_call_never_has_a_figure(first: int, direction: str) -> None:
+    for _ in range(12):
+        assert timed(every_second(first), direction=direction)["ms"] is None
 
 
 def test_a_rate_beyond_the_peak_is_an_error() -> None:
@@ -160,5 +178,6 @@ def test_each_query_of_a_long_sequence_may_be_compared(row: int) -> None:
 def test_answers_of_late_calls_are_kept_too() -> None:
     turns = Turns(Case(backend="kernel", **SIZES), "cpu")
     for number in range(300):
+        turns.fresh()
         turns.keep(torch.full((1,), float(number)))
     assert max(answers[0].item() for _, answers in turns.kept.values()) >= 10
