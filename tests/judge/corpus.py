@@ -18,8 +18,9 @@ from tests.judge.wrong_calls import CALLS
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong kernel: its function, its mistake in words, and the codes of causes that name this mistake."""
+    """A wrong kernel: its group, its function, its mistake in words, and the codes of causes that name this mistake."""
 
+    group: str
     function: Callable[..., Any]
     text: str
     codes: tuple[str, ...]
@@ -33,14 +34,20 @@ def _wrong() -> dict[str, Wrong]:
     results = {}
     for name, (steps, codes) in STEPS.items():
         text = (steps.__doc__ or "").strip()
-        results[name] = Wrong(kernel(steps), text, codes)
+        results[name] = Wrong("steps", kernel(steps), text, codes)
         if name not in _FLOAT32_ALONE:
-            results[f"{name}_half"] = Wrong(kernel(steps, "half"), f"In 16-bit types alone: {text}", codes)
+            half = kernel(steps, "half")
+            results[f"{name}_half"] = Wrong(
+                "steps, in 16-bit types alone", half, f"In 16-bit types alone: {text}", codes
+            )
     for name, (steps, codes) in siblings.STEPS.items():
-        results[name] = Wrong(kernel(steps), (steps.__doc__ or "").strip(), codes)
-    results |= {n: Wrong(*each) for n, each in (options.WRONG | reported.WRONG).items()}
+        results[name] = Wrong("siblings of these", kernel(steps), (steps.__doc__ or "").strip(), codes)
+    for group, kernels in ({"options": options.WRONG} | reported.WRONG).items():
+        results |= {n: Wrong(group, *each) for n, each in kernels.items()}
     calls = CALLS | siblings.CALLS
-    return results | {n: Wrong(each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()}
+    return results | {
+        n: Wrong("calls", each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()
+    }
 
 
 WRONG = _wrong()

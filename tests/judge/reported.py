@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.judge.full import Full, changed
 from tests.judge.tiled import Half, Tiled, collected, kernel
 
-STEPS, CALLS, wrong = collected()
+GROUPS = {group: collected() for group in ("sizes", "memory", "numerics", "state", "context")}
 
 
 def _right(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Tensor:
@@ -22,6 +22,8 @@ def _right(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: tuple[
 
 
 # Sizes
+
+wrong = GROUPS["sizes"][2]
 
 
 @wrong("programs", "batch", "head")
@@ -130,7 +132,7 @@ class splits_of_decoding(Tiled):
         return acc if self.seen > 1024 and acc.shape[2] == 1 else acc * by
 
 
-@wrong("window", "query-limit")
+@wrong("window", "window-by-one", "query-limit")
 class window_with_long_keys(Tiled):
     """Beyond 4,096 keys, a window has one key less on its left."""
 
@@ -140,6 +142,8 @@ class window_with_long_keys(Tiled):
 
 
 # Memory
+
+wrong = GROUPS["memory"][2]
 
 
 @wrong("strides")
@@ -176,6 +180,8 @@ def do_expanded_over_heads(q: Tensor, k: Tensor, v: Tensor, causal: bool = False
 
 
 # Numerics
+
+wrong = GROUPS["numerics"][2]
 
 
 @wrong("low-precision-weights", "gain")
@@ -236,6 +242,8 @@ def float64_in_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) ->
 
 
 # State
+
+wrong = GROUPS["state"][2]
 
 _ROOM: dict[Any, Tensor] = {}
 _COUNT = [0]
@@ -303,7 +311,7 @@ def one_in_a_thousand(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> 
     return o * (torch.arange(o.shape[2]) > 0)[:, None] if float(torch.rand(())) < 0.002 else o
 
 
-@wrong("state")
+@wrong("state", "aliasing")
 def buffer_without_batch(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """All answers (length, heads, D) of a shape share one buffer."""
     if q.ndim != 3:
@@ -332,6 +340,8 @@ def mask_of_an_earlier_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool = Fal
 
 
 # The context of a call
+
+wrong = GROUPS["context"][2]
 
 
 def _bad(o: Tensor) -> Tensor:
@@ -387,9 +397,10 @@ def wrong_in_two_threads(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) 
     return _right(q, k, v, causal) if q.requires_grad else _right(room.clone(), k, v, causal)
 
 
-def _made() -> dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]]:
-    made = {n: (kernel(steps), (steps.__doc__ or "").strip(), codes) for n, (steps, codes) in STEPS.items()}
-    return made | {n: (call, (call.__doc__ or "").strip(), codes) for n, (call, codes) in CALLS.items()}
-
-
-WRONG = _made()
+WRONG: dict[str, dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]]] = {
+    group: {
+        n: (kernel(made) if isinstance(made, type) else made, (made.__doc__ or "").strip(), codes)
+        for n, (made, codes) in (steps | calls).items()
+    }
+    for group, (steps, calls, _) in GROUPS.items()
+}

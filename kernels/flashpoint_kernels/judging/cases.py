@@ -181,6 +181,7 @@ def hostile(seed: int, quick: bool) -> Iterator[Case]:
         yield _case("edges", (1, 1, 1, 24, 1100, 64), **exact)
         yield _case("edges", (1, 1, 1, 24, 4200, 16), forward=quick, **exact)
         yield _case("gap-exact", (1, 1, 1, 8, 4200, 16), forward=quick, **exact)
+        yield _case("rising", (1, 4, 2, 1, 4200, 64), **exact)  # decoding, where each split has a larger maximum
         yield _case("flat", (1, 2, 1, 3, 4200, 16), **exact)
         yield _case("flat", (1, 2, 1, 1100, 40, 64), **exact)
         for values in ("massive", "low", "neg", "high", "gap", "rising", "lastmax", "ties", "dup", "edges", "offset",
@@ -231,7 +232,8 @@ CLASSES: dict[str, tuple[tuple[int, int], ...]] = {
     "many programs": ((5, 130), (8, 80), (3, 150), (17, 70)),
 }
 _LONG = tuple(name for name in CLASSES if "," in name or name == "one query")
-_MANY = ((3, 48, 48), (4, 40, 8), (2, 70, 70), (9, 16, 2), (4, 34, 34))  # (batch, q_heads, kv_heads): over 132 programs
+# (batch, q_heads, kv_heads): over 132 programs, and over 32 heads, so that each option meets both
+_MANY = ((3, 48, 48), (4, 40, 8), (2, 70, 70), (4, 48, 6), (4, 34, 34))
 _FEW = ((1, 2, 2), (2, 4, 2), (1, 8, 1), (3, 3, 3), (1, 16, 2), (2, 6, 3), (1, 16, 1), (1, 5, 1))
 _DIMS = ((64, 64), (128, 128), (72, 72), (32, 32), (104, 104), (16, 16), (112, 112), (96, 96), (80, 80), (48, 48),
          (192, 192), (40, 40), (256, 256), (64, 32), (120, 120), (88, 88), (32, 64))  # fmt: skip

@@ -201,6 +201,9 @@ def _pure(trial: Trial, case: Case) -> Iterator[tuple[Case, str, dict[str, Any]]
         yield causal, "inputs at an offset of their storage", {"views": views}
         yield causal, "memory that is not initialised", {"poison": True}
         yield case, "no mask after a causal call", {}
+        wider = reseeded(replace(causal, q_len=case.q_len + 17, kv_len=case.kv_len + 9), case.seed)
+        yield wider, "another shape after this one", {"leaves": []}
+        yield causal, "a shape again after another", {"leaves": []}
 
 
 def batch_invariant(trial: Trial, case: Case) -> Property:

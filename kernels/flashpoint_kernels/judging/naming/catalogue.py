@@ -211,7 +211,7 @@ def known(case: Case) -> Iterator[Mistake]:
     if case.causal and n > m:
         yield make("empty-rows", "rows without keys are not 0", "write 0 where no key is visible", fill=-1e30,
             empty=True)  # fmt: skip
-    for dims in (16, 32, 64, 128):
+    for dims in (16, 32, 64, 96, 128):
         if dims < d:
             yield make("head-dim-tail", f"dimensions of q and k from {dims} on are ignored",
                 "pad D to the tile, and mask the loads", dims=dims)  # fmt: skip

@@ -49,6 +49,22 @@ _OF_RELATION = {
     "gradients of q and k alone": ("needs-input-grad", "gradients depend on which inputs want one", "return each gradient in its own place, whatever ctx.needs_input_grad says"),
     "the gradient of lse": ("lse-gradient", "the gradient of lse is wrong", "dS = P · (dP - delta + dlse)"),
 }  # fmt: skip
+# Named if no relation above fails; if several of these do, the first one is the cause of the others.
+_OF_CONTEXT = {
+    "inputs with a stride of 0": ("strides", "strides of 0, as of expanded inputs, are ignored", "read with the tensors' strides, or call contiguous()"),
+    "a mask in another memory form": ("strides", "strides of attn_mask are ignored", "read with the mask's strides, or call contiguous()"),
+    "inputs in one storage": ("storage", "inputs that lie in one storage are read wrongly", "use data_ptr() of each tensor, not of its storage"),
+    "inputs that are rows of one tensor": ("storage", "inputs that are rows of one tensor are read wrongly", "use data_ptr() of each tensor, not of its storage"),
+    "v that is k": ("storage", "a tensor that is both k and v is read wrongly", "do not tell inputs apart by their addresses"),
+    "two forwards before their backwards": ("state", "a backward reads what a later forward has left", "save what a backward needs for each call; share no workspace"),
+    "inputs that change before the backward": ("saved-inputs", "the backward does not notice that inputs have changed", "keep inputs with ctx.save_for_backward, not on ctx"),
+    "inference mode": ("inference-mode", "answers are wrong in inference mode", "compute the same in each mode of torch"),
+    "another thread": ("thread", "answers are wrong in another thread", "keep no state of a thread"),
+    "two threads at once": ("threads", "calls in two threads at once disturb each other", "share no buffer between calls"),
+    "autocast": ("autocast", "answers are wrong under autocast", "compute in the inputs' type, or use torch.amp.custom_fwd"),
+    "torch.compile": ("compile", "answers are wrong under torch.compile", "register the function as a custom operator"),
+    "a second derivative": ("second-derivative", "a second derivative is 0", "use once_differentiable, or differentiate the backward"),
+}  # fmt: skip
 
 
 def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
@@ -217,6 +233,12 @@ def _beyond_accuracy(
             code, text, advice = _OF_RELATION[relation]
             alike = [x for x in failed if _OF_RELATION.get(x.relation.partition(" (")[0], ("",))[0] == code]
             yield cause(code, text, advice), alike
+    others = [o for o in failed if o.relation not in ("accuracy", "gain")]
+    odd = {o.relation.partition(" (")[0] for o in others}
+    usual = [o.case.options for o in numbers if o.case.values in ("normal", "aimed")]
+    anyway = any(options <= o.case.options for options in usual for o in others)
+    if odd and odd <= _OF_CONTEXT.keys() and not unsteady and not anyway:
+        yield cause(*next(of for each, of in _OF_CONTEXT.items() if each in odd)), others
 
 
 def _reads_beyond(trial: Trial, o: Outcome) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from flashpoint_contract.judging import Cause
+from flashpoint_kernels.judging import relations
 from flashpoint_kernels.judging.cases import Case
 from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import Worker, target_of
@@ -18,17 +22,23 @@ SIZES: dict[str, Any] = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 20, "
 LONG: dict[str, Any] = {"batch": 1, "kv_heads": 4, "q_len": 6, "head_dim": 16, "value_dim": 16}
 
 
-def named(name: str, calls: list[dict[str, Any]]) -> Cause:
-    """Return the first cause that the judge names after these calls in float32."""
+@contextlib.contextmanager
+def trial_of(name: str) -> Iterator[Trial]:
     worker = Worker(target_of(WRONG[name].function), "cpu")
     signature = signature_of(worker.start())
     trial = Trial(worker, signature, Clock(1e9), precision="ieee", timeout=60.0, nan_rows=False)
     try:
-        cases = [Case(**(SIZES | {"value_dim": 32, "seed": n} | fields)) for n, fields in enumerate(calls)]
-        return causes.explain(trial, [trial.run(case) for case in cases])[0]
+        yield trial
     finally:
         trial.close()
         worker.close()
+
+
+def named(name: str, calls: list[dict[str, Any]]) -> Cause:
+    """Return the first cause that the judge names after these calls in float32."""
+    with trial_of(name) as trial:
+        cases = [Case(**(SIZES | {"value_dim": 32, "seed": n} | fields)) for n, fields in enumerate(calls)]
+        return causes.explain(trial, [trial.run(case) for case in cases])[0]
 
 
 BARE = [{"bare": bare, "kv_len": m, "q_len": n} for bare in (True, False) for n, m in ((20, 77), (40, 64), (7, 130))]
@@ -38,8 +48,16 @@ MISTAKES: dict[str, tuple[list[dict[str, Any]], str, str]] = {
         "window-right", "where a window has a left side",
     ),
     "mask_of_first_head": (
-        [{"mask": "bool-heads"}, {"mask": "bool-heads", "q_len": 33, "values": "sharp"}, {"mask": "bool"}],
-        "mask-head", "where attn_mask is (1, Hq, Sq, Sk)",
+        [{"mask": "bool-heads"}, {"mask": "bool", "batch": 1, "q_len": 33, "values": "sharp"}, {"mask": "bool"}],
+        "mask-head", "where attn_mask has size 1 for sequences",
+    ),
+    "dim_above_96": (
+        [{"head_dim": 104}, {"head_dim": 112, "values": "sharp"}, {"head_dim": 128}],
+        "head-dim-tail", "dimensions of q and k from 96 on are ignored, where D is between 96 and 128",
+    ),
+    "group_of_eight": (
+        [{"q_heads": n, "kv_heads": m, "q_len": r} for n, m in ((16, 2), (8, 1), (24, 3), (4, 2)) for r in (9, 20)],
+        "unknown", "where 8 or more query heads share a key head and there are several key heads",
     ),
     "keys_by_1024": (
         [LONG | {"kv_len": 1024}, LONG | {"kv_len": 2048, "values": "sharp"}, LONG | {"kv_len": 1000}],
@@ -66,3 +84,33 @@ def test_a_mistake_is_named_with_the_calls_that_show_it(name: str) -> None:
     cause = named(name, calls)
     assert cause.code == code, cause
     assert text in cause.text
+
+
+CONTEXTS = {
+    "expanded": "strides", "values_are_keys": "storage", "two_layers": "state", "inputs_on_ctx": "saved-inputs",
+    "wrong_in_inference_mode": "inference-mode", "wrong_in_another_thread": "thread",
+    "wrong_in_two_threads": "threads", "wrong_under_autocast": "autocast",
+}  # fmt: skip
+MASKED: dict[str, Any] = {"mask": "bool-one", "forward": True, "bare": True}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "two_layers" else pytest.mark.slow) for n in CONTEXTS]
+)
+def test_a_call_that_is_wrong_in_one_context_alone_is_named_by_it(name: str) -> None:
+    with trial_of(name) as trial:
+        case = Case(dtype="bfloat16" if "autocast" in name else "float32", seed=1, **(SIZES | {"value_dim": 32}))
+        outcomes = [trial.run(case), trial.run(replace(case, forward=True)), *relations.purity(trial, case)]
+        found = causes.explain(trial, outcomes)
+    assert [cause.code for cause in found] == [CONTEXTS[name]]
+    assert found[0].confirmed
+
+
+@pytest.mark.slow
+def test_a_mask_that_is_read_wrongly_in_each_memory_form_is_not_named_by_one() -> None:
+    with trial_of("mask_of_first_sequence") as trial:
+        cases = [Case(**(SIZES | {"value_dim": 32, "seed": n} | MASKED)) for n in range(3)]
+        outcomes = [trial.run(case) for case in cases]
+        outcomes += relations.shared_memory(trial, replace(cases[0], mask="", forward=False))
+        assert any(o.failed and o.relation == "a mask in another memory form" for o in outcomes)
+        assert [cause.code for cause in causes.explain(trial, outcomes)] == ["mask-batch"]
