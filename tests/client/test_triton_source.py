@@ -97,12 +97,13 @@ def test_a_gpu_or_the_interpreter_is_enough(tmp_path, monkeypatch, device, envir
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="the kernel runs on this machine's GPU")
-def test_the_kernel_of_the_guide_is_told_about_the_interpreter_before_torch_is_imported(tmp_path):
+@pytest.mark.parametrize("arguments", [("verify", "--quick"), ("benchmark", "--q-len", "64", "--head-dim", "16")])
+def test_the_kernel_of_the_guide_is_told_about_the_interpreter_before_torch_is_imported(tmp_path, arguments):
     guide = (REPOSITORY / "docs" / "judge-my-kernel.md").read_text()
     (tmp_path / "tritonkernel.py").write_text(re.search(r'```python title="tritonkernel.py"\n(.*?)```', guide, re.S)[1])
     code = "import sys; from flashpoint.cli import main; print(main(), 'torch' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code, "verify", "--kernel", "tritonkernel:attention", "--quick"]
+    command = [sys.executable, "-c", code, *arguments, "--kernel", "tritonkernel:attention"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
     assert "needs a GPU: set TRITON_INTERPRET=1 to run it in Triton's interpreter" in " ".join(done.stderr.split())

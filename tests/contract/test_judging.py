@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashpoint_contract.judging import Cause, Failure, NotJudged, Property, Report, schema
+from flashpoint_contract.judging import REQUIREMENTS, Cause, Failure, NotJudged, Property, Report, schema
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -52,3 +52,12 @@ def test_the_text_ends_with_the_verdict_and_what_is_required_and_lacking():
     assert replace(RIGHT, ok=False, properties=(lacking,)).lines()[-1] == (
         "FAIL: every error is within its bound, but bits differ (--require deterministic)"
     )
+
+
+def test_a_line_names_require_only_for_a_property_that_it_takes():
+    properties = tuple(Property(name, "fails", "lacking") for name in ("masked-nan", "float64", "dropout"))
+    advised = [line for line in replace(RIGHT, properties=properties).lines() if line.startswith("reported")]
+    assert advised == [
+        "reported, no failure: lacking (--require masked-nan fails it)", *["reported, no failure: lacking"] * 2,
+    ]  # fmt: skip
+    assert "masked-nan" in REQUIREMENTS

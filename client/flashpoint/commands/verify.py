@@ -83,7 +83,7 @@ def verify(
     head_dim: Annotated[int | None, of_shape("Head dimension of q and k.")] = None,
     value_dim: Annotated[int | None, of_shape("Head dimension of v.", show_default="that of q")] = None,
     batch: Annotated[int | None, of_shape("Number of sequences.", show_default="1")] = None,
-    q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1")] = None,
+    q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1; 2 without sizes")] = None,
     kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
     dtype: Annotated[Any, of_shape("Data type of q, k, v and do.", show_default="float32", **dtype_of(Dtype))] = None,
     seed: Annotated[int | None, of_shape("Seed that the tensors are drawn from.", show_default=_SEED)] = None,
@@ -102,8 +102,8 @@ def verify(
     """Judge attention against float64: a backend, your kernel's answers in FILE, or a function (--kernel).
 
     A backend runs on this machine or at a server. Without FILE it computes a drawn problem: 2 heads of 256 queries and
-    keys, of head dimension 64, unless options set other sizes. Errors have bounds that depend on the dtype, on the
-    values, and on the error of torch's own math.
+    keys, of head dimension 64, unless --q-len and --head-dim set other sizes. Errors have bounds that depend on the
+    dtype, on the values, and on the error of torch's own math.
     """
     format = running.picture_format(json, plot)
     sizes = {
@@ -117,6 +117,9 @@ def verify(
     keywords = {name: value for name, value in drawn.items() if value is not None} | dict(options)
     if kernel is not None:
         running.server_of(url, {"--kernel": kernel}, ": the function runs on this machine")
+        if unknown := [name for name in require or () if name not in REQUIREMENTS]:
+            known = ", ".join(map(repr, REQUIREMENTS))
+            raise typer.BadParameter(f"{unknown[0]!r} is not one of {known}", param_hint="--require")
         if file is not None:
             raise typer.BadParameter(
                 "is not taken with FILE: the function runs on drawn problems", param_hint="--kernel"

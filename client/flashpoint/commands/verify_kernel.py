@@ -37,11 +37,27 @@ def parts_of(name: str) -> tuple[str, str]:
     return module, function
 
 
-def load_kernel(name: str) -> Callable[..., Any]:
-    """Import and return the function MODULE:FUNCTION, also from the current folder. Raises CommandError."""
+def find_kernel(name: str) -> tuple[str, str]:
+    """Let Python import modules of the current folder, and return the parts of MODULE:FUNCTION.
+
+    Raises CommandError, also if the function certainly needs a GPU that this machine lacks. Does not import torch,
+    which takes seconds.
+    """
     module, function = parts_of(name)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if lacks_gpu(module, function):
+        raise CommandError(
+            "--kernel: it calls a Triton kernel, which needs a GPU: set TRITON_INTERPRET=1 to run it in Triton's "
+            "interpreter",
+            "docs/judge-my-kernel.md begins with such a kernel",
+        )
+    return module, function
+
+
+def load_kernel(name: str) -> Callable[..., Any]:
+    """Import and return the function MODULE:FUNCTION, also from the current folder. Raises CommandError."""
+    module, function = find_kernel(name)
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -63,17 +79,9 @@ def judge(
     seconds: float | None, empty_rows: str | None, save: Path | None, json_file: Path | None,
 ) -> int:  # fmt: skip
     """Judge a function, show the report, and return the exit code. Raises CommandError."""
-    module, function = parts_of(name)
+    find_kernel(name)
     check_file("--json", json_file)
     check_file("--save", save)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if lacks_gpu(module, function):  # before torch is imported, which takes seconds
-        raise CommandError(
-            "--kernel: it calls a Triton kernel, which needs a GPU: set TRITON_INTERPRET=1 to run it in Triton's "
-            "interpreter",
-            "docs/judge-my-kernel.md begins with such a kernel",
-        )
     try:
         judge_function = registered()
     except ModuleNotFoundError as error:

@@ -149,6 +149,8 @@ VALUES = [
         "FILE: text.py is Python, and no safetensors file\n  hint: write --kernel text:FUNCTION for a function of it\n",
     ),
     ("benchmark {sizes} --kernel ./text.py:f", "not the file ./text.py\n  hint: write --kernel text:f\n"),
+    ("verify --kernel math:sqrt --require fast", "verify: --require: 'fast' is not one of accurate, deterministic"),
+    ("verify --kernel math:sqrt --require all,accuratee", "hint: did you mean accurate?"),
     ("verify --kernel math:sqart", "--kernel: math has no sqart; did you mean sqrt?"),
     ("verify --kernel math:pi", "--kernel: math:pi must be a function, not float"),
     ("verify --kernel math:sqrt --url http://x", "--kernel: is not taken with --url"),

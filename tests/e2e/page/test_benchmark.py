@@ -204,3 +204,21 @@ def test_the_axis_of_times_holds_their_whiskers(page):
     rows = [{**same, "kv_len": n, "ms": ms, "ms_p20": ms / 10, "ms_p80": ms * 10} for n, ms in times.items()]
     low, high = page.evaluate(script, [rows])
     assert low < 0.1 < 90 < high
+
+
+def test_the_head_of_the_table_passes_below_the_navigation(page):
+    page.set_viewport_size({"width": 1280, "height": 400})
+    show_rows(page, [row("naive", 32 * n) for n in range(1, 31)])
+    expect(page.locator("#playground .outcome")).to_be_visible()  # the playground's answer moves the benchmark down
+    above = page.evaluate("""() => {
+        const middle = (each) => {
+            const { left, right, top, bottom } = each.getBoundingClientRect();
+            return [(left + right) / 2, (top + bottom) / 2];
+        };
+        const head = document.querySelector("#benchmark thead th:last-child");
+        const bar = document.querySelector("nav");
+        scrollBy({ top: middle(head)[1] - middle(bar)[1], behavior: "instant" });
+        const [x, y] = middle(head);
+        return bar.getBoundingClientRect().bottom > y && bar.contains(document.elementFromPoint(x, y));
+    }""")
+    assert above
