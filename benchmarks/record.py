@@ -25,8 +25,8 @@ LINE = 800  # most characters of a part of a result in one line; a row of compil
 def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
     """Return the device, the machine's load, the versions of `packages`, the commit and the date.
 
-    For a CPU, `kernels` names the kernels in C that compute bfloat16, such as c-avx2, because two processors with the
-    same name may have different instruction sets.
+    For a CPU, the device has the family and the model, because hosts call processors of several generations AMD EPYC,
+    and `kernels` names the kernels in C that compute bfloat16, such as c-avx2.
     """
     # Imported here, because a process of calls.py imports the packages of another commit.
     from flashpoint_kernels.dispatching.machine import cpu_name, version_of
@@ -34,7 +34,7 @@ def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
     if device == "cpu":
         from flashpoint_kernels import native
 
-        machine = {"device": cpu_name(), "kernels": native.names().get("bfloat16")}
+        machine = {"device": cpu_name() + _generation(), "kernels": native.names().get("bfloat16")}
     else:
         from flashpoint_kernels.timing.device import device_name  # this imports torch
 
@@ -48,6 +48,14 @@ def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
         "commit": commit(),
         "date": now(),
     }
+
+
+def _generation() -> str:
+    """Return the family and the model of an x86 processor, as in " (family 25, model 17)", or ""."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = [re.search(rf"^{name}\s*: (\d+)$", text, re.M) for name in ("cpu family", "model")]
+    return " (family {}, model {})".format(*(each[1] for each in found if each)) if all(found) else ""
 
 
 def commit(tree: Path = ROOT) -> str:
@@ -70,12 +78,8 @@ def percentile(samples: Sequence[float], part: float) -> float:
 
 
 def machine_name(made: Mapping[str, Any]) -> str:
-    """Return the device of an `environment` for file names, with "-avx2" if the CPU has AVX2 but not AVX-512.
-
-    Processors of both kinds have the same name, AMD EPYC, and different speeds.
-    """
-    device = re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
-    return device + ("-avx2" if made.get("kernels") == "c-avx2" else "")
+    """Return the device of an `environment` for file names."""
+    return re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
 
 
 def write_compiled(path: Path, **fields: Any) -> None:

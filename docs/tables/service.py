@@ -82,6 +82,14 @@ def cached_decode(result: Result) -> str:
 by_machine("forks", "python", "torch", "uvicorn")(targets)
 
 
+@by_machine("verifying", "torch", "uvicorn")
+def verifying(result: Result) -> str:
+    """Return the throughput and the 99th percentile with verification while serving, divided by those without."""
+    rows = [(row["call"], f"{row['throughput']:.3f}", f"{row['p99']:.3f}") for row in result["rows"]]
+    made = f"; --verify-rate {result['rate']:g}, {result['pairs']} pairs:\n\n{targets(result)}\n"
+    return made + table(["call", "throughput with / without", "p99 with / without"], rows)
+
+
 @by_machine("train-saved", "torch")
 def train_saved(result: Result) -> str:
     """Return the targets, and the bytes and times of a training step with and without saved forwards."""
