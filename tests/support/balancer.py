@@ -56,7 +56,7 @@ def balancer(choose):
             """Ignore a client that has disconnected."""
 
     with Server(("127.0.0.1", 0), Handler) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever)
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.002})
         thread.start()
         try:
             yield SimpleNamespace(port=proxy.server_port, url=f"http://127.0.0.1:{proxy.server_port}")

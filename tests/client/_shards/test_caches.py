@@ -76,3 +76,14 @@ def test_torch_tensors_come_back_as_torch_tensors(clients):
         torch.testing.assert_close(o, attention(q, k, v, causal=True, backend="tiled"), rtol=2**-6, atol=2**-6)
         assert cache.append(k[:, :, :1], v[:, :, :1], at=1) == 2  # the write truncates the tokens on later servers
         assert cache.attention(q[:, :, :1], with_meta=True)[1][0].keys == (0, 2)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_every_server_is_told_the_id_and_the_priority_of_the_request(clients, writes):
+    with sharded.cache(clients, **SHAPE, span=4) as cache:
+        cache.append(*tokens(9))
+        new = [t[:, :, :1] for t in tokens(1)] if writes else []
+        _, parts = cache.attention(normal(1, HQ, 1, D), *new, with_meta=True, request_id="mine", priority=9)
+        assert [part.meta.request_id for part in parts] == ["mine"] * 3
+        with pytest.raises(flashpoint.InvalidInputError, match="priority"):
+            cache.attention(normal(1, HQ, 1, D), priority=10)

@@ -8,7 +8,8 @@ import flashpoint
 from flashpoint import sharded
 from tests.support.balancer import balancer
 from tests.support.messages import ask
-from tests.support.sharded import HQ, SHAPE, D, clients_of, normal, tokens, whole
+from tests.support.servers import wait_for
+from tests.support.sharded import HQ, SHAPE, D, clients_of, expected, near, normal, tokens, whole
 
 
 def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
@@ -43,6 +44,77 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
             cache.attention(normal(1, HQ, 1, D), timeout=1e-6)
     for each in left():
         ask(server, f"/caches/{each}", "DELETE")
+
+
+def test_tokens_of_a_write_that_failed_on_one_server_are_never_read(server, left):
+    """The first server has written its tokens when the second one fails. Each operation may be the next."""
+    down = []
+
+    def written():
+        return [8] in [ask(server, f"/caches/{each}").json["lengths"] for each in left()]
+
+    def choose(_):
+        if down:
+            wait_for(written, lambda: "the first server gets no tokens", seconds=60)
+            raise ConnectionError
+        return server
+
+    first, lost, other, q = tokens(3), tokens(7, seed=5), tokens(2, seed=9), normal(1, HQ, 2, D)
+    both = [np.concatenate(pair, 2) for pair in zip(first, other, strict=True)]
+
+    def attends(cache):
+        near(cache.attention(q), expected(q, *first)[0], 4e-6)
+
+    def attends_and_writes(cache):
+        near(cache.attention(q, *other, causal=True), expected(q, *both, causal=True)[0], 4e-6)
+        whole(cache, both)
+
+    def appends(cache):
+        cache.append(*other)
+        whole(cache, both)
+
+    def forks(cache):
+        with cache.fork() as copy:
+            whole(copy, first)
+
+    def cuts(cache):
+        cache.truncate(2)
+        whole(cache, [t[:, :, :2] for t in first])
+
+    for following in (attends, attends_and_writes, appends, forks, cuts):
+        with (
+            balancer(choose) as failing, clients_of(server, failing, retries=0) as pair,
+            sharded.cache(pair, **SHAPE, span=8) as cache,
+        ):  # fmt: skip
+            cache.append(*tokens(10))
+            cache.append(*first, at=0)
+            down.append(failing)
+            with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
+                cache.append(*lost)
+            down.clear()
+            assert cache.length == 3
+            following(cache)
+
+
+@pytest.mark.parametrize("down", [0, 1, 2])
+def test_every_part_of_a_cache_is_renewed(server, left, down):
+    up = []
+
+    def choose(_):
+        if up:
+            raise ConnectionError
+        return server
+
+    with balancer(choose) as failing:
+        servers = [failing if n == down else server for n in range(3)]
+        with clients_of(*servers, retries=0) as clients, sharded.cache(clients, **SHAPE, span=8) as cache:
+            cache.append(*tokens(20))
+            up.append(True)
+            with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
+                cache.renew()
+            up.clear()
+            cache.renew()
+    assert not left()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor
 import flashpoint_kernels
 from flashpoint_contract.judging import REQUIREMENTS, Failure, Race, Report, schema
 from flashpoint_kernels import judging
+from flashpoint_kernels.judging import cases, dropping, relations
 from tests.judge.corpus import RIGHT, WRONG
 from tests.judge.right import formula_in_float32
 from tests.judge.small import SMALL, judged, late
@@ -142,10 +143,46 @@ def without_some_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.detach() if q.detach().abs().max() > 20 else o  # type: ignore[no-any-return]
 
 
-def test_a_gradient_that_is_missing_with_some_values_is_wrong() -> None:
-    report = judged(without_some_gradients)
+def without_some_answers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.detach().abs().max() > 20:
+        raise ValueError("too large")
+    return RIGHT["formula_in_float32"](q, k, v)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (without_some_gradients, "o has no gradient, though it has one with other values"),
+        (without_some_answers, "too large, though it accepts this shape, type and options with other values"),
+    ],
+)
+def test_what_is_missing_with_some_values_is_wrong(function: Any, said: str) -> None:
+    report = judged(function)
     assert report.verdict == "wrong"
-    assert "o has no gradient, though it has one with other values" in str(report)
+    assert said in str(report)
+
+
+CALLS: list[None] = []
+
+
+def other_bits_in_short_calls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o = RIGHT["formula_in_float32"](q, k, v)
+    CALLS.append(None)
+    short = q.shape[2] == 8 and len(CALLS) % 2
+    return o.nextafter(torch.tensor(torch.inf)) if short else o  # type: ignore[no-any-return]
+
+
+def test_bits_that_differ_in_one_shape_alone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge runs two of its cases here, and of its relations little more than the repeated calls."""
+    listed = cases.listed
+    monkeypatch.setattr(cases, "listed", lambda *given, **how: listed(*given, **how)[:2])
+    for name in ("purity", "other_derivatives", "compiled"):
+        monkeypatch.setattr(relations, name, lambda *_: ())
+    monkeypatch.setattr(dropping, "dropout", lambda *_: ())
+    report = flashpoint_kernels.judge(other_bits_in_short_calls, quick=True, dtype="float32", seed=0)
+    assert [p.standing for p in report.properties if p.name == "deterministic"] == ["fails"]
+    assert "the bits of the forward differ from call to call" in str(report)
+    assert not report.ok
 
 
 def test_a_required_property_that_was_not_tested_fails() -> None:

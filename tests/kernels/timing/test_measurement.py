@@ -233,6 +233,20 @@ def test_a_grid_yields_the_device_then_rows_with_naive_first() -> None:
     assert [event["done"] for event in progress] == sorted(event["done"] for event in progress)
 
 
+def test_a_speedup_is_over_the_naive_time_of_its_own_problem(time: Time) -> None:
+    """Each row takes twice the time of the row before, so no two have the same."""
+    shapes = [{"batch": 1, "q_heads": 1, "q_len": n, "head_dim": 16} for n in (16, 32)]
+    rows, time.tick_ms = [], 1.0
+    for event in run_grid(grid(shapes, backends=["tiled", "naive"], dtypes=["float32"]), "cpu", QUICK):
+        if event["type"] == "row":
+            rows.append(event["row"])
+            time.tick_ms *= 2
+    assert len({row["ms"] for row in rows}) == 4
+    for naive, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert naive["speedup_over_naive"] is None
+        assert ours["speedup_over_naive"] == naive["ms"] / ours["ms"]
+
+
 def test_the_device_is_given_back_while_a_call_compiles() -> None:
     compiled, seen = Event(), []
     running = measurement.aside(lambda: seen.append(compiled.wait(600)), Slices(10))

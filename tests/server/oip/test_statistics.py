@@ -1,11 +1,15 @@
 """The statistics of a model count the requests that it has answered and refused, and their times."""
 
+import asyncio
+
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from prometheus_client import CollectorRegistry
 
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.oip.infer import Counted
 from flashpoint_server.oip.statistics import Statistics, model_stats
 from tests.support.oip.message import call, infer
 from tests.support.oip.problem import GRAD, problem
@@ -59,3 +63,21 @@ def test_a_launch_counts_though_some_of_its_requests_were_not_of_the_protocol():
         statistics.ended("attention", True, 1.0)
         found = model_stats("attention", "1", registry.collect())
         assert (found["inference_count"], found["execution_count"]) == (requests, launches)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "how"),
+    [(200, None, "success"), (200, "answer_timeout", "fail"), (499, "client_gone", "fail"), (422, "x", "fail")],
+)
+def test_an_answer_that_was_not_read_to_its_end_is_no_success(status, code, how):
+    registry = CollectorRegistry()
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    exchange = Exchange.open(scope)
+
+    async def app(scope, receive, send):
+        exchange.status, exchange.code = status, code
+
+    asyncio.run(Counted(app, Statistics(registry), "attention")(scope, None, None))
+    stats = model_stats("attention", "1", registry.collect())["inference_stats"]
+    assert {name: stats[name]["count"] for name in ("success", "fail")} == {"success": 0, "fail": 0} | {how: 1}

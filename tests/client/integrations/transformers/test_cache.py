@@ -293,6 +293,31 @@ def test_a_forward_that_stopped_does_not_count(client, models):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("layer", range(4))
+def test_a_forward_of_which_a_call_failed_does_not_count(client, models, layer):
+    """The last two layers use the keys of earlier ones: when they fail, all tokens have been written."""
+    model, made, numbers = models("gemma4"), client.attention, iter(range(4))
+
+    def failing(q, k, v, **options):
+        if next(numbers) == layer:
+            raise ZeroDivisionError
+        return made(q, k, v, **options)
+
+    with remote(client, model) as cache, torch.no_grad():
+        model(TOKENS, past_key_values=cache)
+        client.attention = failing
+        try:
+            with pytest.raises(ZeroDivisionError):
+                model(TOKENS, past_key_values=cache)
+        finally:
+            del client.attention
+        assert cache.get_seq_length() == 12
+        actual = model(TOKENS.flip(1), past_key_values=cache).logits
+        model.set_attn_implementation("eager")
+        expected = model(torch.cat((TOKENS, TOKENS.flip(1)), 1)).logits[:, 12:]
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
 def lost(client, model, cache, code):
     """Check that a forward over a lost cache raises CacheError with `code` and empties it; the next forward works."""
     with pytest.raises(flashpoint.CacheError, match="Call generate again with all tokens") as error:

@@ -168,7 +168,9 @@ def test_answers_count_as_memory_and_go_with_their_calls(held):
     shapes = {"q": (1, 1, 1 << 14, 1), "k": (1, 1, 1, 1), "v": (1, 1, 1, 256)}
     large = request({name: torch.ones(shape) for name, shape in shapes.items()}, backend="reference")
     with held.busy(), refused("RESOURCE_EXHAUSTED", "gRPC holds", "needs 33554432 more"):
-        held.caller.infer(large, metadata=ALL)
+        call = held.caller.begin(large, metadata=ALL)
+        wait_for(lambda: call.done() or held.inside() == 2, lambda: "the call neither ends nor waits")
+        call.result(0)
     for _ in range(3):
         held.wait_inside(0)
         assert len(held.caller.infer(large, metadata=ALL).bits["o"]) == 1 << 24
