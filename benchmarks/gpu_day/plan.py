@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from flashpoint_kernels.timing.case import Case, CaseDirection, preset
+from flashpoint_kernels.triton_backend.host.configurations import HOPPER, STORED
 
 # The fields of the environment that a row's figures depend on: one list for tasks of other packages, one for our tasks.
 OF_PEERS = ("device", "torch", "measuring")
@@ -24,7 +25,7 @@ DECISIVE = ("sdpa_flash", "sdpa_cudnn")
 OTHERS = ("flash_attn", "flash_attn_3", "flashinfer", "xformers", "sdpa_efficient", "sdpa_math")
 DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
 PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
-WIDEST_HOPPER_BACKWARD = 128  # the path for Hopper has no gradients for larger head dimensions than this
+WIDEST_HOPPER_BACKWARD = 128  # for larger head dimensions the path for Hopper has gradients only with stored dS
 FLEX_SECONDS = 150.0  # time limit of a task with FlexAttention, which compiles for up to a minute
 
 # Tiles (queries, keys) of the stage `sweep`; each runs with several numbers of warps and stages.
@@ -35,6 +36,12 @@ SWEEP = {
     "backward_kv_hopper": ((64, 128), (32, 128)),
     "backward_q": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
     "backward_q_hopper": ((128, 128), (128, 64)),
+    "backward_kv_storing": ((64, 128), (64, 64), (32, 128), (32, 64)),
+    "backward_q_stored": ((128, 64), (128, 128), (64, 128), (64, 64), (128, 32)),
+    "backward_kv_storing_hopper": ((64, 128), (32, 128)),
+    "backward_v_storing_hopper": ((32, 128),),
+    "backward_k_stored_hopper": ((64, 128), (32, 128)),
+    "backward_q_stored_hopper": ((256, 128), (128, 128)),
 }
 # Promising tiles, which the stage `sweep` times right after the shipped tile. With these tiles of the forward, two
 # programs fit on a multiprocessor, and one computes products while the other computes its softmax. The tile 64 × 128
@@ -71,6 +78,13 @@ class Sizes:
     papers: Callable[[], list[Case]] = papers_cases
 
 
+def check_of_stored(hopper: bool, dim: int) -> str:
+    """Return the smoke test of gradients that store dS, by the kernels for Hopper or by the general ones."""
+    if not hopper:
+        return "backward_stored"
+    return "backward_stored_hopper" if dim <= WIDEST_HOPPER_BACKWARD else "backward_wide_hopper"
+
+
 class Task:
     """A measurement, whose row is named `key`. `backend` is the measured implementation.
 
@@ -104,16 +118,21 @@ class Smoke(Task):
 
 @dataclass(frozen=True)
 class Timed(Task):
-    """Time one case. `deterministic` turns on torch's deterministic mode; `hopper` uses our kernels for Hopper."""
+    """Time one case.
+
+    `deterministic` turns on torch's deterministic mode; `hopper` uses our kernels for Hopper; with `stored` our
+    gradients store dS.
+    """
 
     case: Case
     deterministic: bool = False
     hopper: bool = False
+    stored: bool = False
 
     @property
     def key(self) -> str:
         c = self.case
-        marks = [name for name in ("deterministic", "hopper") if getattr(self, name)]
+        marks = [name for name in ("deterministic", "hopper", "stored") if getattr(self, name)]
         return " ".join([
             "timed", c.direction, c.dtype, f"b{c.batch}", f"h{c.q_heads}/{c.kv_heads}", f"s{c.q_len}/{c.kv_len}",
             f"d{c.head_dim}/{c.value_dim}", "causal" if c.causal else "full", c.backend, *marks,
@@ -129,12 +148,18 @@ class Timed(Task):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        kernels = ("forward",) if self.case.direction == "forward" else ("forward", "backward_kv", "backward_q")
-        return tuple(kernel + "_hopper" * self.hopper for kernel in kernels) if self.backend == "triton" else ()
+        if self.backend != "triton":
+            return ()
+        forward = "forward" + "_hopper" * self.hopper
+        if self.case.direction == "forward":
+            return (forward,)
+        if self.stored:
+            return (forward, check_of_stored(self.hopper, self.case.head_dim))
+        return (forward, *(kernel + "_hopper" * self.hopper for kernel in ("backward_kv", "backward_q")))
 
     @property
     def compiles(self) -> Any:
-        shared = self.case.direction, self.case.dtype, self.case.head_dim, self.hopper
+        shared = self.case.direction, self.case.dtype, self.case.head_dim, self.hopper, self.stored
         return shared if self.backend == "triton" else None
 
 
@@ -165,8 +190,13 @@ class Trial(Task):
         return self.kernel.removesuffix("_hopper")
 
     @property
+    def stored(self) -> bool:
+        """Return whether the kernel stores dS or reads it."""
+        return self.name.endswith(("_storing", "_stored"))
+
+    @property
     def needs(self) -> tuple[str, ...]:
-        return (self.kernel,)
+        return (check_of_stored(self.hopper, self.shape[-1]) if self.stored else self.kernel,)
 
 
 @dataclass(frozen=True)
@@ -219,7 +249,7 @@ class Suite(NamedTuple):
 TRITON_TESTS = (
     "test_triton_*.py", "test_nano.py", "problems/test_dropout.py", "problems/test_readings.py",
     *(f"triton_backend/host/test_{name}.py" for name in ("grouped", "launch", "route", "sharing")),
-    *(f"triton_backend/kernels/test_{name}.py" for name in ("backward", "cascade", "forward", "tiles")),
+    *(f"triton_backend/kernels/test_{name}.py" for name in ("backward", "cascade", "forward", "stored", "tiles")),
     "triton_backend/kernels/test_backward_inputs.py",
     "triton_backend/hopper/test_*.py",
 )  # fmt: skip
@@ -263,21 +293,21 @@ SUITES = {
 }
 
 
-def first(sizes: Sizes, hopper: bool) -> list[Group]:
+def first(sizes: Sizes, arch: int) -> list[Group]:
     """Return the tasks that time forward, then backward, of our kernels and three SDPA backends of torch.
 
     They use the first head dimension and two lengths.
     """
     peers = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
-    return [Group([task for point in _first_points(sizes) for task in _beside(sizes, hopper, peers, *point)])]
+    return [Group([task for point in _first_points(sizes) for task in _beside(sizes, arch, peers, *point)])]
 
 
-def sweep(sizes: Sizes, hopper: bool) -> list[Group]:
+def sweep(sizes: Sizes, arch: int) -> list[Group]:
     """Return a group for each kernel and head dimension; its first task has the shipped tile, the reference."""
     groups = []
     for dim, kernel in product(sizes.dims, SWEEP):
         of_hopper = kernel.endswith("_hopper")
-        if of_hopper and (not hopper or (dim > WIDEST_HOPPER_BACKWARD and kernel != "forward_hopper")):
+        if not _has(arch, kernel, dim):
             continue
         shape = (max(sizes.tokens // sizes.sweep, 1), max(sizes.width // dim, 1), sizes.sweep, dim)
         warps, stages = ((4,), (2, 3, 4)) if of_hopper else ((4, 8), (1, 2, 3))
@@ -287,7 +317,7 @@ def sweep(sizes: Sizes, hopper: bool) -> list[Group]:
     return groups
 
 
-def table(sizes: Sizes, hopper: bool) -> list[Group]:
+def table(sizes: Sizes, arch: int) -> list[Group]:
     """Return tasks for all head dimensions and lengths, causal or not, forward and backward.
 
     Only the first head dimension is also timed with grouped heads.
@@ -297,7 +327,7 @@ def table(sizes: Sizes, hopper: bool) -> list[Group]:
         for dim, direction, causal, group, seq in product(sizes.dims, PASSES, (False, True), (1, 8), sizes.seqs)
         if (group == 1 or dim == sizes.dims[0]) and sizes.width // dim >= group
     ]
-    tasks = [task for point in points for task in _beside(sizes, hopper, DECISIVE, *point)]
+    tasks = [task for point in points for task in _beside(sizes, arch, DECISIVE, *point)]
     tasks += [
         Timed(_case(sizes, name, *point))
         for name, point in product(OTHERS, points)
@@ -306,12 +336,12 @@ def table(sizes: Sizes, hopper: bool) -> list[Group]:
     return [Group(tasks)]
 
 
-def papers(sizes: Sizes, hopper: bool) -> list[Group]:
-    """Return tasks for the tables of the FlashAttention papers. Our kernels run without and with the Hopper path."""
-    return [Group([task for case in sizes.papers() for task in _paths(case, hopper)])]
+def papers(sizes: Sizes, arch: int) -> list[Group]:
+    """Return tasks for the tables of the FlashAttention papers. Our kernels run by each of their paths."""
+    return [Group([task for case in sizes.papers() for task in _paths(case, arch)])]
 
 
-def decode(sizes: Sizes, _hopper: bool) -> list[Group]:
+def decode(sizes: Sizes, _arch: int) -> list[Group]:
     tasks = []
     for (batch, keys), (heads, kv_heads) in product(sizes.decode, sizes.decode_heads):
         shape = (batch, heads, kv_heads, keys, sizes.dims[0])
@@ -320,13 +350,13 @@ def decode(sizes: Sizes, _hopper: bool) -> list[Group]:
     return [Group(tasks)]
 
 
-def flex(sizes: Sizes, _hopper: bool) -> list[Group]:
+def flex(sizes: Sizes, _arch: int) -> list[Group]:
     """Return tasks that time FlexAttention at the eight points of the stage `first`. It compiles for each point."""
     return [Group([Timed(_case(sizes, "flex", *point)) for point in _first_points(sizes)])]
 
 
 # The stages that contain timings, by name; SUITES has the other stages.
-TIMED_STAGES: dict[str, Callable[[Sizes, bool], list[Group]]] = {
+TIMED_STAGES: dict[str, Callable[[Sizes, int], list[Group]]] = {
     stage.__name__: stage for stage in (first, sweep, table, papers, decode, flex)
 }
 STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decode", "flex")  # stages run in this order
@@ -334,11 +364,11 @@ STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decod
 
 def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:
     """Return the groups of tasks of a stage for the device that `environment` describes."""
-    hopper = environment["capability"] == "9.0"
-    timed = [Group(_without(group.tasks, environment["absent"])) for group in TIMED_STAGES[stage](sizes, hopper)]
+    arch = int(environment["capability"].replace(".", ""))
+    timed = [Group(_without(group.tasks, environment["absent"])) for group in TIMED_STAGES[stage](sizes, arch)]
     if stage != "first":
         return timed
-    checks = [Smoke(name) for name in environment["checks"] if hopper or not name.endswith("_hopper")]
+    checks = [Smoke(name) for name in environment["checks"] if arch == 90 or not name.endswith("_hopper")]
     return [Group(checks, apart=True), *timed]
 
 
@@ -359,22 +389,38 @@ def _case(sizes: Sizes, backend: str, direction: CaseDirection, dim: int, causal
     )  # fmt: skip
 
 
-def _beside(sizes: Sizes, hopper: bool, peers: Sequence[str], direction: CaseDirection, *point: Any) -> list[Timed]:
+def _beside(sizes: Sizes, arch: int, peers: Sequence[str], direction: CaseDirection, *point: Any) -> list[Timed]:
     """Return tasks for our kernels and `peers` at `point` (head dimension, causal, group, length).
 
     For gradients, also return one for SDPA's flash backend in torch's deterministic mode.
     """
-    tasks = [task for name in ("triton", *peers) for task in _paths(_case(sizes, name, direction, *point), hopper)]
+    tasks = [task for name in ("triton", *peers) for task in _paths(_case(sizes, name, direction, *point), arch)]
     if direction == "backward":
         tasks.append(Timed(_case(sizes, "sdpa_flash", direction, *point), deterministic=True))
     return tasks
 
 
-def _paths(case: Case, hopper: bool) -> list[Timed]:
-    """Return a task for the case and, if our kernels' path for Hopper supports it, one more for this path."""
-    has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
-    by_path = [Timed(case, hopper=True)] if hopper and has_path and case.backend == "triton" else []
-    return [Timed(case), *by_path]
+def _paths(case: Case, arch: int) -> list[Timed]:
+    """Return a task for the case and, if it is ours, one for each further path of our kernels that supports it."""
+    paths = [Timed(case)]
+    if case.backend != "triton" or case.dtype == "float32":
+        return paths
+    forward = case.direction == "forward"
+    if arch == 90 and (forward or case.head_dim <= WIDEST_HOPPER_BACKWARD):
+        paths.append(Timed(case, hopper=True))
+    if not forward and arch == 90 and case.head_dim <= max(HOPPER):
+        paths.append(Timed(case, hopper=True, stored=True))
+    if not forward and case.head_dim in STORED.get(arch, {}):
+        paths.append(Timed(case, stored=True))
+    return paths
+
+
+def _has(arch: int, kernel: str, dim: int) -> bool:
+    """Return whether sm_`arch` has the kernel of a sweep for a head dimension."""
+    if not kernel.endswith("_hopper"):
+        return not kernel.endswith(("_storing", "_stored")) or dim in STORED.get(arch, {})
+    name = kernel.removesuffix("_hopper")
+    return arch == 90 and name in HOPPER[min(of for of in HOPPER if dim <= of)]
 
 
 def _without(tasks: Iterable[Task], absent: Collection[str]) -> list[Task]:

@@ -46,6 +46,7 @@ class Check:
 
 _GRADIENTS = ("attention_delta", "attention_backward_kv", "attention_backward_q")
 _GRADIENTS_HOPPER = ("attention_delta", "attention_backward_kv_hopper", "attention_backward_q_hopper")
+_STORED_GENERAL = ("attention_delta", "attention_backward_kv", "attention_backward_q_stored")
 _STORED = ("attention_delta", "attention_backward_kv_hopper", "attention_backward_q_stored_hopper")
 _STORED_WIDE = (
     "attention_delta", "attention_backward_v_hopper", "attention_backward_k_stored_hopper",
@@ -61,6 +62,7 @@ CHECKS = {
     "backward_q": Check(("attention_delta", "attention_backward_q"), ("dq",)),
     "backward_kv_hopper": Check(("attention_delta", "attention_backward_kv_hopper"), ("dk", "dv"), hopper=True),
     "backward_q_hopper": Check(("attention_delta", "attention_backward_q_hopper"), ("dq",), hopper=True),
+    "backward_stored": Check(_STORED_GENERAL, _GRADS, stored=True),
     "backward_stored_hopper": Check(_STORED, _GRADS, hopper=True, stored=True),
     "backward_wide_hopper": Check(_STORED_WIDE, _GRADS, hopper=True, stored=True, dims=(256, 256)),
     "merge": Check(("attention_forward", "merge_parts"), split=True),
@@ -88,6 +90,7 @@ CHECKS = {
     "repeats_backward": Check(_GRADIENTS, _GRADS, repeats=True),
     "repeats_forward_hopper": Check(("attention_forward_hopper",), hopper=True, repeats=True),
     "repeats_backward_hopper": Check(_GRADIENTS_HOPPER, _GRADS, hopper=True, repeats=True),
+    "repeats_backward_stored": Check(_STORED_GENERAL, _GRADS, stored=True, repeats=True),
     "repeats_backward_stored_hopper": Check(_STORED, _GRADS, hopper=True, stored=True, repeats=True),
     "float32": Check(("attention_forward",), dtype="float32"),
     "nano": Check(("nano_forward",)),
@@ -111,7 +114,7 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
 def path_of_hopper(use_hopper: bool, stored: bool = False) -> AbstractContextManager[Any]:
     """Return a context in which our Triton backend uses its kernels for Hopper, or else its general kernels.
 
-    `stored`: gradients for Hopper store dS.
+    `stored`: gradients store dS.
     """
     switches = {"FLASHPOINT_HOPPER": str(int(use_hopper)), "FLASHPOINT_STORE_DS": str(int(stored))}
     return mock.patch.dict(os.environ, switches)

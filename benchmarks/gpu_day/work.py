@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import Decode, Smoke, Task, Timed, Trial
 from benchmarks.gpu_day.smoke import CHECKS, path_of_hopper, smoke
 from flashpoint_kernels import Options, Problem
+from flashpoint_kernels.problems import workspace
 from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_kernels.triton_backend import compile_ahead
 from flashpoint_kernels.triton_backend.host import launch
@@ -27,6 +30,8 @@ from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 # Largest relative difference from the shipped tile. Another tile adds in another order, which changes only the rounding
 # to bfloat16; a larger difference means that the compiler made a mistake.
 _WRONG = 0.02
+# The gradients that a kernel of a trial writes, by the second word of its name.
+_WRITTEN = {"kv": ("dk", "dv"), "v": ("dv",), "k": ("dk",), "q": ("dq",)}
 
 
 def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
@@ -47,7 +52,7 @@ def compile_task(device: Cuda, task: Task) -> None:
         for call in _calls_of(device, task)[0]:
             call.compile()
     elif isinstance(task, Timed):
-        with path_of_hopper(task.hopper):
+        with path_of_hopper(task.hopper, task.stored):
             compile_ahead([_problem(device, task)]).result()
     elif isinstance(task, Decode) and not task.page:
         made = make_cache(device, task)
@@ -60,7 +65,7 @@ ACTIONS = {"describe": describe, "perform": perform, "compile": compile_task}
 
 def timed(device: Cuda, task: Timed) -> dict[str, Any]:
     device.measure_peaks(task.case.dtype)
-    with _deterministic(task.deterministic), path_of_hopper(task.hopper):
+    with _deterministic(task.deterministic), path_of_hopper(task.hopper, task.stored):
         return device.measure(task.case)
 
 
@@ -140,8 +145,8 @@ def _config(device: Cuda, task: Trial) -> Config:
 
 
 def _calls_of(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
-    """Return the calls of a trial's kernel, and the tensors that they write."""
-    with path_of_hopper(task.hopper):
+    """Return the calls of a trial's kernel, and the tensors that they write. All stored dS is in one chunk."""
+    with path_of_hopper(task.hopper, task.stored), mock.patch.dict(os.environ, {workspace.BYTES: str(1 << 50)}):
         generator = torch.Generator(device.name).manual_seed(0)
         like = {"generator": generator, "device": device.name, "dtype": torch.bfloat16}
         tensors = {name: torch.randn(task.shape, **like) for name in ("q", "k", "v", "do")}
@@ -155,8 +160,10 @@ def _calls_of(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
         launch.forward([forward])  # so that every tile computes the gradients from the same inputs
         backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
         calls = list(launch.backward_calls([backward], [launch.scratch_of(backward)], config))
-        for call in calls:
-            if call.kernel.__name__ == "attention_delta":
+        kernel = f"attention_{task.kernel.replace('_storing', '')}"
+        first = next(n for n, call in enumerate(calls) if call.kernel.__name__ == kernel)
+        for call in calls[:first]:
+            if task.stored or call.kernel.__name__ == "attention_delta":  # it writes what the kernel reads
                 call.run()
-        mine = [call for call in calls if call.kernel.__name__ == f"attention_{task.kernel}"]
-        return mine, [t for name, t in backward.outputs.items() if (name == "dq") == (task.name == "backward_q")]
+        mine = [call for call in calls if call.kernel.__name__ == kernel]
+        return mine, [backward.outputs[name] for name in _WRITTEN[task.name.split("_")[1]]]

@@ -36,13 +36,15 @@ def test_the_first_stage_has_smoke_tests_then_what_matters_most() -> None:
     points = list(dict.fromkeys((c.direction, c.causal, c.q_len) for c in cases))
     assert points == [(d, c, n) for d in ("forward", "backward") for c in (False, True) for n in (4096, 16384)]
     beside = [report_name(task) for task in timed.tasks if (task.case.direction, task.case.q_len) == ("backward", 4096)]
-    assert beside[:6] == [
-        "triton", "triton hopper", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa_flash deterministic",
+    assert beside[:8] == [
+        "triton", "triton hopper", "triton hopper stored", "triton stored", "sdpa_cudnn", "sdpa_flash",
+        "sdpa_efficient", "sdpa_flash deterministic",
     ]  # fmt: skip
 
 
 def report_name(task: Timed) -> str:
-    return " ".join([task.case.backend, *(["deterministic"] * task.deterministic), *(["hopper"] * task.hopper)])
+    marks = [name for name in ("deterministic", "hopper", "stored") if getattr(task, name)]
+    return " ".join([task.case.backend, *marks])
 
 
 def test_the_table_has_every_point_and_fits_a_gpu() -> None:
@@ -62,8 +64,27 @@ def test_the_table_has_every_point_and_fits_a_gpu() -> None:
 def test_the_path_of_hopper_is_timed_where_it_has_kernels() -> None:
     timed = [task for stage in ("table", "papers") for task in tasks(stage) if task.hopper]
     assert {(t.case.direction, t.case.head_dim) for t in timed} >= {("forward", 256), ("backward", 128)}
-    assert all(t.case.head_dim <= 128 or t.case.direction == "forward" for t in timed)
+    assert all(t.case.head_dim <= 128 or t.case.direction == "forward" or t.stored for t in timed)
     assert all(t.case.backend == "triton" and t.case.dtype != "float32" for t in timed)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "of_hopper"),
+    [("9.0", {64, 128, 256}, {64, 128, 256}), ("8.0", {64, 128, 256}, set()), ("8.9", {128, 256}, set())],
+)
+def test_gradients_with_stored_ds_are_timed_and_swept_where_they_have_kernels(
+    capability: str, dims: set[int], of_hopper: set[int]
+) -> None:
+    environment = HERE | {"capability": capability}
+    timed = [task for task in tasks("table", environment) if task.stored]
+    assert {t.case.direction for t in timed} == {"backward"}
+    assert {t.case.head_dim for t in timed if not t.hopper} == dims
+    assert {t.case.head_dim for t in timed if t.hopper} == of_hopper
+    swept = {(t.kernel, t.shape[-1]) for t in tasks("sweep", environment)}
+    for name in ("backward_kv_storing", "backward_q_stored"):
+        assert {dim for kernel, dim in swept if kernel == name} == dims
+    assert {dim for kernel, dim in swept if kernel == "backward_q_stored_hopper"} == of_hopper
+    assert {dim for kernel, dim in swept if kernel == "backward_v_storing_hopper"} == of_hopper & {256}
 
 
 def test_the_sweep_tries_two_programs_a_multiprocessor_and_large_blocks_of_keys() -> None:
@@ -73,7 +94,7 @@ def test_the_sweep_tries_two_programs_a_multiprocessor_and_large_blocks_of_keys(
     assert ("forward", 128, (64, 64, 4, 3)) in tiles
     assert ("backward_kv", 128, (64, 128, 8, 2)) in tiles
     assert ("backward_kv_hopper", 128, (64, 128, 4, 2)) in tiles
-    assert not any(kernel.startswith("backward") and kernel.endswith("hopper") and d > 128 for kernel, d, _ in tiles)
+    assert not any(kernel in ("backward_kv_hopper", "backward_q_hopper") and d > 128 for kernel, d, _ in tiles)
     for group in plan.groups("sweep", SIZES, HERE):
         assert group.tasks[0].tile is None, "the shipped tile comes first, as the reference for the others"
 
@@ -104,7 +125,11 @@ def test_a_time_needs_the_smoke_tests_of_its_kernels() -> None:
     assert Timed(case).needs == ("forward", "backward_kv", "backward_q")
     assert Timed(case, hopper=True).needs == ("forward_hopper", "backward_kv_hopper", "backward_q_hopper")
     assert Timed(Case(backend="sdpa_flash", batch=1, q_heads=1, q_len=8, head_dim=8)).needs == ()
+    assert Timed(case, stored=True).needs == ("forward", "backward_stored")
+    assert Timed(case, hopper=True, stored=True).needs == ("forward_hopper", "backward_stored_hopper")
     assert Trial("backward_q_hopper", (1, 1, 8, 8)).needs == ("backward_q_hopper",)
+    assert Trial("backward_q_stored", (1, 1, 8, 8)).needs == ("backward_stored",)
+    assert Trial("backward_k_stored_hopper", (1, 1, 8, 256)).needs == ("backward_wide_hopper",)
     assert Decode("triton", 1, 1, 1, 8, 8).needs == ("forward", "merge")
 
 

@@ -25,7 +25,8 @@ SHAPE = (1, 1, 20, 16)  # 20 queries: with fewer, the kernels would pack heads i
 SLOW_CHECKS = {
     "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
     "float32", "forward_hopper", "wide", "widest", "widest_split", "repeats_backward", "repeats_forward_hopper",
-    "repeats_backward_hopper", "backward_stored_hopper", "backward_wide_hopper", "repeats_backward_stored_hopper",
+    "repeats_backward_hopper", "backward_stored", "repeats_backward_stored",
+    "backward_stored_hopper", "backward_wide_hopper", "repeats_backward_stored_hopper",
 }  # fmt: skip
 
 
@@ -69,11 +70,15 @@ def test_a_trial_runs_its_kernel_with_its_tile_and_a_wrong_answer_is_no_time(
     kernel: str, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = Trial(kernel, SHAPE, (16, 32, 4, 2))
+    if tried.stored and tried.hopper:  # tiles of stored dS have a size of their own, and 256 columns need two kernels
+        wide = kernel.startswith(("backward_v", "backward_k_"))
+        tried = Trial(kernel, (1, 1, 20, 136 if wide else 16), (128 if "_q_" in kernel else 64, 128, 4, 2))
     ran = [call for call in work._calls_of(device, tried)[0] if call.programs]
-    assert {call.constants.BLOCK_M for call in ran} == {16}
-    assert [call.kernel.__name__ for call in ran] == [f"attention_{kernel}"]
+    assert [(call.tile.block_m, call.tile.block_n) for call in ran] == [tried.tile[:2]]
+    assert [call.kernel.__name__ for call in ran] == [f"attention_{kernel.replace('_storing', '')}"]
+    assert {bool(call.constants.STORE_DS) for call in ran} == {kernel.partition("_hopper")[0].endswith("_storing")}
     result = work.perform(device, tried)
-    assert (result["ms"], result["shipped"], result["block_m"], result["spills"]) == (1.0, False, 16, 0)
+    assert (result["ms"], result["shipped"], result["block_m"], result["spills"]) == (1.0, False, tried.tile[0], 0)
     truth = work._truth(device, replace(tried, tile=None))
     monkeypatch.setattr(work, "_truth", lambda *_: [t + 1 for t in truth])
     wrong = work.perform(device, tried)
@@ -171,7 +176,8 @@ def test_torch_and_our_path_are_asked_for_one_task_alone(
     def measure(self: StandIn, case: Case) -> dict[str, Any]:
         filled: Any = torch.utils.deterministic
         assert not filled.fill_uninitialized_memory
-        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ["FLASHPOINT_HOPPER"]))
+        paths = os.environ["FLASHPOINT_HOPPER"], os.environ["FLASHPOINT_STORE_DS"]
+        seen.append((torch.are_deterministic_algorithms_enabled(), *paths))
         return {}
 
     monkeypatch.setattr(StandIn, "measure", measure)
@@ -180,9 +186,9 @@ def test_torch_and_our_path_are_asked_for_one_task_alone(
     else:
         monkeypatch.setenv("FLASHPOINT_HOPPER", before)
     case = Case(backend="triton", batch=1, q_heads=1, q_len=16, head_dim=16)
-    for task in (Timed(case), Timed(case, hopper=True), Timed(case, deterministic=True)):
+    for task in (Timed(case), Timed(case, hopper=True), Timed(case, deterministic=True), Timed(case, stored=True)):
         work.perform(device, task)
-    assert seen == [(False, "0"), (False, "1"), (True, "0")]
+    assert seen == [(False, "0", "0"), (False, "1", "0"), (True, "0", "0"), (False, "0", "1")]
     assert not torch.are_deterministic_algorithms_enabled()
     assert os.environ.get("FLASHPOINT_HOPPER") == before
 

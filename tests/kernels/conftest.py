@@ -37,16 +37,28 @@ def hopper_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stores_ds(hopper_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def stores_ds(hopper_path: None, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set FLASHPOINT_STORE_DS=1, so that gradients for Hopper store dS, and fill all new memory with NaN."""
     monkeypatch.setenv("FLASHPOINT_STORE_DS", "1")
+
+
+@pytest.fixture
+def stores_ds_in_general(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set FLASHPOINT_STORE_DS=1 for the general kernels, without the path for Hopper; fill new memory with NaN."""
+    monkeypatch.setenv("FLASHPOINT_STORE_DS", "1")
+    monkeypatch.setenv("FLASHPOINT_HOPPER", "0")
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill all new memory with NaN."""
     empty = torch.empty
 
-    def poisoned(*shape: Any, **keywords: Any) -> torch.Tensor:
+    def filled(*shape: Any, **keywords: Any) -> torch.Tensor:
         made = empty(*shape, **keywords)
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty", filled)
 
 
 @pytest.fixture(scope="session")

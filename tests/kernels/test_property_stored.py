@@ -1,4 +1,4 @@
-"""Gradients for Hopper that store dS agree with float64 for any lengths, with the same bits in any chunks."""
+"""Gradients that store dS agree with float64 for any lengths, with the same bits in any chunks."""
 
 import pytest
 import torch
@@ -10,12 +10,13 @@ from flashpoint_kernels import Options, Problem, verify
 from tests.support.kernels.hopper import ON_SM_90, answers, assert_equal
 from tests.support.kernels.solving import normal, qkv
 
-pytestmark = [ON_SM_90, pytest.mark.usefixtures("stores_ds")]
+FOR_HOPPER = pytest.mark.usefixtures("stores_ds")
+IN_GENERAL = pytest.mark.usefixtures("stores_ds_in_general")
 
 
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[dict[str, Tensor], Options]:
-    """Draw a problem of the path for Hopper: ragged or not, with sequences of any length, 0 included."""
+    """Draw a problem whose dS may be stored: ragged or not, with sequences of any length, 0 included."""
     dims = st.sampled_from([16, 24, 64, 128, 136])
     heads, group, seed = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(0, 2**20))
     lengths = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=2))
@@ -50,6 +51,8 @@ def check_any(drawn_problem: tuple[dict[str, Tensor], Options]) -> None:
     assert_equal(answers([problem], workspace=1)[0], answers([problem])[0])
 
 
+@ON_SM_90
+@FOR_HOPPER
 @pytest.mark.slow
 @given(problem=drawn())
 @settings(max_examples=4, deadline=None)
@@ -59,8 +62,26 @@ def test_any_problem_is_right_with_the_same_bits_in_the_smallest_chunks(
     check_any(problem)
 
 
+@ON_SM_90
+@FOR_HOPPER
 @pytest.mark.full
 @given(problem=drawn())
 @settings(max_examples=150, deadline=None)
 def test_any_of_more_problems(problem: tuple[dict[str, Tensor], Options]) -> None:
+    check_any(problem)
+
+
+@IN_GENERAL
+@pytest.mark.slow
+@given(problem=drawn())
+@settings(max_examples=4, deadline=None)
+def test_any_problem_is_right_by_the_general_kernels(problem: tuple[dict[str, Tensor], Options]) -> None:
+    check_any(problem)
+
+
+@IN_GENERAL
+@pytest.mark.full
+@given(problem=drawn())
+@settings(max_examples=150, deadline=None)
+def test_any_of_more_problems_by_the_general_kernels(problem: tuple[dict[str, Tensor], Options]) -> None:
     check_any(problem)

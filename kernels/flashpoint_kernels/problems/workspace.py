@@ -1,4 +1,4 @@
-"""The memory for dS, which gradients on Hopper store when FLASHPOINT_STORE_DS is set (triton_backend/host/stored.py).
+"""The memory for dS, which gradients store when FLASHPOINT_STORE_DS is set (triton_backend/host/stored.py).
 
 dS is the gradient of the scaled scores. It is stored in 16 bits, in whole tiles of KEYS keys for each block of QUERIES
 queries. The heads of a launch are computed in chunks, which use the same workspace one after another. A chunk holds
@@ -62,7 +62,7 @@ def ds_elements(q_len: Any, kv_len: Any) -> Any:
 
 
 def workspace_of(spec: Spec, most: int) -> int:
-    """Return an upper bound of the bytes of the workspace that a problem needs on Hopper, if the setting is `most`.
+    """Return an upper bound of the bytes of the workspace that a problem needs on a GPU, if the setting is `most`.
 
     A chunk holds at least one key head, so a workspace may exceed the setting, up to MOST.
     """

@@ -69,7 +69,7 @@ class Settings(BaseSettings):
     cpu_float32: bool = False
     """compute bfloat16 on the CPU in float32, without AMX: slower, with equal bits on all processors with AVX-512"""
     store_ds: bool = False
-    """gradients on Hopper store dS, and compute dQ from it (docs/kernels.md); not measured on a GPU"""
+    """gradients store dS, and compute dQ from it (docs/kernels.md); not measured on a GPU"""
     workspace_bytes: Bytes = workspace.DEFAULT
     """maximum bytes of stored dS of one launch, or of one key head if that has more; only with --store-ds"""
     kernels_off: Annotated[tuple[str, ...], NoDecode] = ()

@@ -48,9 +48,10 @@ def test_other_problems_have_none() -> None:
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=3),
     heads=st.integers(1, 3), group=st.integers(1, 2), ragged=st.booleans(), most=st.sampled_from([1, 1 << 18, 1 << 30]),
+    hopper=st.booleans(),
 )  # fmt: skip
 def test_no_launch_needs_more_than_was_predicted(
-    lengths: list[tuple[int, int]], heads: int, group: int, ragged: bool, most: int
+    lengths: list[tuple[int, int]], heads: int, group: int, ragged: bool, most: int, hopper: bool
 ) -> None:
     q, k = torch.tensor(lengths).T
     totals = (1, int(q.sum()), int(k.sum())) if ragged else (len(lengths), int(q.max()), int(k.max()))
@@ -65,6 +66,7 @@ def test_no_launch_needs_more_than_was_predicted(
     problem = Problem.create(tensors, options, "backward")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(workspace.BYTES, str(most))
+        patch.setenv("FLASHPOINT_HOPPER", str(int(hopper)))
         allocated = []
         for each in launch._launches(with_forwards([problem])[1], [{}], None):
             launch._stored(each)

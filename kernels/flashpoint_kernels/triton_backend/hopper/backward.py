@@ -32,14 +32,14 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     wait_empty,
     wait_full,
 )
-from flashpoint_kernels.triton_backend.hopper.stored import store_ds, stored_of
+from flashpoint_kernels.triton_backend.hopper.stored import store_ds
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.backward import ITEM
 from flashpoint_kernels.triton_backend.kernels.bounds import full_query_range, query_range
 from flashpoint_kernels.triton_backend.kernels.groups import Sequence
 from flashpoint_kernels.triton_backend.kernels.interpret import cast
 from flashpoint_kernels.triton_backend.kernels.scores import LOG2E, probabilities, visible, visible_to
-from flashpoint_kernels.triton_backend.kernels.tiles import load_sequence, locate_vector, rows_of
+from flashpoint_kernels.triton_backend.kernels.tiles import load_sequence, locate_vector, rows_of, stored_of
 
 
 class QueryPipes(NamedTuple):

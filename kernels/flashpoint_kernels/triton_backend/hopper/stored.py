@@ -5,9 +5,10 @@ hold them: 16 bytes a thread, without shared memory. `attention_backward_q_store
 
     dQ = scale·dS K    one program per block of queries of one head
 
-A stored tile has KEYS keys and QUERIES queries, and is contiguous. The memory of a query head has all tiles of its
+A stored tile has 128 keys and QUERIES queries, and is contiguous. The memory of a query head has all tiles of its
 first 64 queries, from the first keys to the last, then those of the next 64. In a tile, each row (one key) has its
-queries in the order of `pipeline.stored_order`. host/stored.py chooses the sequences whose dS is stored.
+queries in the order of `pipeline.stored_order`. ../kernels/stored.py has the general kernel for dQ. host/stored.py
+chooses the sequences whose dS is stored.
 """
 
 from typing import Any, NamedTuple
@@ -33,25 +34,7 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.backward import ITEM
 from flashpoint_kernels.triton_backend.kernels.bounds import key_range
-from flashpoint_kernels.triton_backend.kernels.tiles import rows_of
-
-KEYS, QUERIES = tl.constexpr(128), tl.constexpr(64)  # of a stored tile
-
-
-class Stored(NamedTuple):
-    """The stored dSᵀ of a head: pointer to its first tile, and the strides, in elements, of a head and of QUERIES."""
-
-    base: Any
-    head: Any
-    row: Any
-
-
-@jit
-def stored_of(t, head, C: tl.constexpr):
-    """Return the Stored of a query head."""
-    stride = gl.load(t + col.DS + 1)
-    base = gl.load(t + col.DS).to(gl.pointer_type(C.DTYPE)) + head * stride
-    return Stored(base=tl.multiple_of(base, 16), head=stride, row=gl.load(t + col.DS + 2))
+from flashpoint_kernels.triton_backend.kernels.tiles import QUERIES, rows_of, stored_of
 
 
 @jit

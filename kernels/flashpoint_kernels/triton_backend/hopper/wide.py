@@ -28,11 +28,11 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     wait_empty,
     wait_full,
 )
-from flashpoint_kernels.triton_backend.hopper.stored import QUERIES, store_ds, stored_of
+from flashpoint_kernels.triton_backend.hopper.stored import store_ds
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.interpret import cast
 from flashpoint_kernels.triton_backend.kernels.scores import LOG2E, probabilities, visible_to
-from flashpoint_kernels.triton_backend.kernels.tiles import columns_from, rows_of
+from flashpoint_kernels.triton_backend.kernels.tiles import QUERIES, columns_from, rows_of, stored_of
 
 
 class ValuePipes(NamedTuple):

@@ -19,6 +19,7 @@ from flashpoint_contract.tensors import EIGHT_BIT, MAX_FUSED_HEAD_DIM
 from flashpoint_kernels.triton_backend.host.configurations import (
     HOPPER,
     SHARED_KIB,
+    STORED,
     TABLES,
     WIDE,
     WIDE_GRADIENTS,
@@ -38,6 +39,7 @@ _INTERPRETER = Config(
     Tile(64, 32), Tile(32, 64), Tile(64, 32, num_stages=3), Tile(32, 32),
     split_keys=64, few_queries=8, least_keys=32, least_programs=4,
 )  # fmt: skip
+_INTERPRETED_STORED: dict[str, Any] = {"backward_kv_storing": Tile(32, 64), "backward_q_stored": Tile(128, 32)}
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ def tiles(
     copies.
     """
     widest = max(padded(head_dim), padded(value_dim))
+    of_arch = STORED[arch] if may_store(dtype, head_dim, value_dim, level, blocks) else {}
+    stored: dict[str, Any] = dict(of_arch.get(widest, {}))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
     wide = wide_tile(arch, dtype, head_dim, value_dim, 2 if blocks else 1 if paged or quantized else level)
     level = max(level, 2 if quantized or blocks else 1 if paged or not even else 0)
@@ -133,15 +137,22 @@ def tiles(
     if blocks and arch == 100 and widest == 128:  # with 64 keys, the loop of uncut tiles spills registers
         forward = replace(forward, block_n=32)
     of_wide: dict[str, Any] = dict(wide_gradient_tiles(arch, dtype, head_dim, value_dim))
-    config = replace(config, forward=forward, packed=packed, **of_wide)
+    config = replace(config, forward=forward, packed=packed, storable=bool(stored), **of_wide | stored)
     if arch == 90 and not has_fences(triton.__version__):
         config = config.without_copies()
         if widest == 128 and config.backward_kv.block_m == 64:  # the tile spills if it is loaded through registers
             config = replace(config, backward_kv=replace(config.backward_kv, block_m=32))
     if arch == 100:  # in dQ, Triton 3.7.1 omits a proxy fence there
         config = replace(config, one_stage=("backward_q",))
-    of_hopper: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
-    return replace(config, **of_hopper)
+    of_hopper: dict[str, Any] = {"storable": True, **hopper_tiles(head_dim, value_dim)} if hopper else {}
+    storing = stored.get("backward_kv_storing", config.backward_kv)
+    return replace(config, **{"backward_kv_storing": storing, **of_hopper})
+
+
+def may_store(dtype: str, head_dim: int, value_dim: int, level: int, blocks: bool) -> bool:
+    """Return whether general kernels exist that store dS of such a problem."""
+    fused = max(head_dim, value_dim) <= MAX_FUSED_HEAD_DIM
+    return dtype != "float32" and level == 0 and fused and not blocks
 
 
 def _of_pages(tile: Tile) -> Tile:
@@ -222,9 +233,19 @@ def _chip_of(device: torch.device) -> Chip:
     return Chip(properties.major * 10 + properties.minor, shared // 1024, properties.multi_processor_count)
 
 
-def config_for(device: torch.device, *problem: Any) -> Config:
+def config_for(
+    device: torch.device, dtype: str, head_dim: int, value_dim: int, level: int,
+    hopper: bool = False, paged: bool = False, quantized: bool = False, blocks: bool = False,
+) -> Config:  # fmt: skip
     """Return the tiles of a problem on `device`; see `tiles`. Raises ValueError if no table fits the device."""
-    return _INTERPRETER if INTERPRETED else tiles(table_of(chip_of(device)), *problem)
+    if not INTERPRETED:
+        arch = table_of(chip_of(device))
+        return tiles(arch, dtype, head_dim, value_dim, level, hopper, paged, quantized, blocks)
+    if hopper:
+        return replace(_INTERPRETER, storable=True)
+    if may_store(dtype, head_dim, value_dim, level, blocks):
+        return replace(_INTERPRETER, storable=True, **_INTERPRETED_STORED)
+    return _INTERPRETER
 
 
 def keys_of_device(dtype: str, device: torch.device) -> int | None:

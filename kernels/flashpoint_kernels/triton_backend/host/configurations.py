@@ -48,7 +48,9 @@ class Config:
     few_queries: int = 64
     least_keys: int = 256
     least_programs: int = 128
-    # Tiles of the kernels for Hopper that store dS or read it (`storing` and `stored`), see HOPPER.
+    # Whether sequences may have stored dS; tiles of the kernels that store dS or read it (`storing` and `stored`), see
+    # HOPPER and STORED.
+    storable: bool = False
     backward_kv_storing: Tile = Tile(64, 128, 4)
     backward_v_storing: Tile = Tile(32, 128, 4)
     backward_k_stored: Tile = Tile(64, 128, 4, 4)
@@ -66,6 +68,7 @@ class Config:
             forward=_of_one_stage(self.forward, self.forward.block_m),
             backward_kv=_of_one_stage(kv, kv.block_n),
             backward_q=_of_one_stage(self.backward_q, self.backward_q.block_m),
+            backward_q_stored=_of_one_stage(self.backward_q_stored, self.backward_q_stored.block_m),
             one_stage=("forward", "backward_q"),
         )
 
@@ -266,6 +269,29 @@ _SM120: Table = {
 }
 
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM120}
+
+# The tiles of the general kernels that store dS or read it, by architecture and largest padded head dimension, at level
+# 0 with 16 bits. Where it is not named, the kernel that stores has the tile of `backward_kv`; on sm_86 and sm_89 that
+# does not fit at D 128. Stored dS saves two of dQ's three products, and costs two bytes of memory for each score, which
+# are written and read. A product has as many operations for each score as the head has columns, so narrow heads save
+# nothing, nor does D 64 on sm_89, whose products are fast beside its memory: they have no tiles here. This is estimated
+# from data sheets: none of these tiles has run on a GPU.
+_STORING = {"backward_kv_storing": Tile(64, 32, 8, 3)}
+_STORED_99 = {
+    64: {"backward_q_stored": Tile(128, 64, 4, 3)},
+    128: {"backward_q_stored": Tile(128, 64, 8, 3)},
+    256: {"backward_q_stored": Tile(64, 32, 8, 3)},
+}
+_STORED_86 = {**_STORED_99, 128: _STORED_99[128] | _STORING}
+_STORED = {**_STORED_99, 256: {"backward_q_stored": Tile(128, 64, 8, 3)}}
+STORED: dict[int, dict[int, dict[str, Tile]]] = {
+    80: {**_STORED_99, 256: {"backward_q_stored": Tile(64, 64, 8, 3)}},
+    86: _STORED_86,
+    89: {dim: of for dim, of in _STORED_86.items() if dim > 64},
+    90: _STORED,
+    100: _STORED,
+    120: _STORED_99,
+}
 
 # The kernels of hopper/, for level 0 on sm_90: four warps per group, and as many tiles in shared memory as stages. The
 # forward's tile at D 128 is FlashAttention-3's for causal problems (its hopper/tile_size.h). At D 64 it has two of

@@ -46,6 +46,7 @@ from flashpoint_kernels.triton_backend.kernels.backward import (
 from flashpoint_kernels.triton_backend.kernels.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.kernels.cascade import ITEM, MEMBER, attention_cascade
 from flashpoint_kernels.triton_backend.kernels.forward import attention_forward, merge_parts
+from flashpoint_kernels.triton_backend.kernels.stored import attention_backward_q_stored
 
 # Maximum programs of a launch. A program has its TMA descriptors at 512 bytes times its number; Triton before 3.9
 # computes this offset in int32.
@@ -334,7 +335,7 @@ def _backward(launch: Launch, work: Gradients, chunks: Iterable[StoredWork], sin
 
 def _stores(route: Route) -> bool:
     """Return whether sequences of a route may have stored dS: FLASHPOINT_STORE_DS is set, and it has the kernels."""
-    return "backward_q_stored" in route.of_hopper and workspace.stores_ds()
+    return route.config.storable and workspace.stores_ds()
 
 
 def _stored(launch: Launch) -> np.ndarray:
@@ -365,14 +366,34 @@ def _chunks(launch: Launch) -> Iterator[StoredWork]:
 
 def _through_ds(launch: Launch, work: StoredWork) -> Iterator[Call]:
     """Yield the calls that compute the gradients of a chunk, and store its dS in the workspace."""
+    route = launch.route
+    if not route.hopper:
+        yield from _through_ds_in_general(launch, work)
+        return
     for name, items, heads in (
         ("backward_kv_storing", work.storing, work.kv_heads),
         ("backward_v_storing", work.storing, work.kv_heads),
         ("backward_k_stored", work.keys, work.kv_heads),
         ("backward_q_stored", work.queries, work.heads),
     ):
-        if name in launch.route.of_hopper:
+        if name in route.of_hopper:
             yield from _gradient_hopper(launch, name, items, heads)
+
+
+def _through_ds_in_general(launch: Launch, work: StoredWork) -> Iterator[Call]:
+    """Yield the calls of `_through_ds` of the general kernels."""
+    route = launch.route
+    storing, stored = launch.config.backward_kv_storing, launch.config.backward_q_stored
+    of_keys = route.of_gradients | {"BLOCK_N": storing.block_n, "STORE_DS": True}
+    yield launch.call(
+        route.code(attention_backward_kv, "storing", partial(_with, storing, of_keys)), work.storing, work.kv_heads,
+        lambda items: (launch.table, launch.floats, items, None, work.kv_heads, *launch.dims),
+    )  # fmt: skip
+    of_queries = route.of_gradients | {"BLOCK_N": stored.block_n, "PACKED": False}
+    yield launch.call(
+        route.code(attention_backward_q_stored, None, partial(_with, stored, of_queries)), work.queries, work.heads,
+        lambda items: (launch.table, launch.floats, items, work.heads, launch.dims[0]),
+    )  # fmt: skip
 
 
 def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, heads: int) -> Iterator[Call]:

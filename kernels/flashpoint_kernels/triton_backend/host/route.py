@@ -123,5 +123,5 @@ def config_of(problem: Problem, hopper: bool) -> Config:
 
 @lru_cache(_KEPT)
 def _config(key: tuple[Any, ...], hopper: bool, device: torch.device, _stand_in: object) -> Config:
-    _, _, (dtype, of_keys, _), dims, _, level, paged, blocks = key
-    return config_for(device, dtype, *dims, level, hopper, paged, of_keys in EIGHT_BIT, blocks)
+    _, _, (dtype, of_keys, _), (head_dim, value_dim), _, level, paged, blocks = key
+    return config_for(device, dtype, head_dim, value_dim, level, hopper, paged, of_keys in EIGHT_BIT, blocks)

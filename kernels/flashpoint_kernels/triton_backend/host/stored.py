@@ -1,4 +1,4 @@
-"""Choose the sequences of a launch whose dS is stored (hopper/stored.py), and divide their heads into chunks.
+"""Choose the sequences of a launch whose dS is stored (kernels/stored.py), and divide their heads into chunks.
 
 The chunks use the same workspace one after another, so it need not hold the dS of the whole launch. A chunk is made of
 pieces: neighbouring key heads of a sequence, with all query heads that share them. A piece is one more row of the

@@ -2,7 +2,7 @@
 
     delta = rowsum(o∘do) − dlse          one program per block of queries
     dV = Pᵀ dO,  dK = scale·dSᵀ Q        one program per block of keys of one key/value head
-    dQ = scale·dS K                      one program per block of queries of one head
+    dQ = scale·dS K                      one program per block of queries of one head, here or in stored.py
     with P = exp(S − lse), dP = dO Vᵀ, dS = P∘(dP − delta)
     and dropout Z = keep/(1 − p): dV = (P∘Z)ᵀ dO, dP = (dO Vᵀ)∘Z
 
@@ -32,9 +32,12 @@ from flashpoint_kernels.triton_backend.kernels.tiles import (
     load_sequence,
     locate_vector,
     next_head,
+    next_stored,
+    places_of_ds,
     rows_of,
     store,
     store_rest,
+    stored_of,
 )
 
 # Columns of a work item: table row, first row of the block of queries or keys; with a block mask, also the position of
@@ -128,7 +131,7 @@ def add_rest(total, a, b, REST: tl.constexpr, C: tl.constexpr):
 def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_dim, C: tl.constexpr):
     """Store dk and dv of a block of keys, summed over its queries and its group of query heads in a fixed order.
 
-    Grid: items × `heads`, the largest number of key/value heads of the launch.
+    STORE_DS: store dS, too (see stored.py). Grid: items × `heads`, the largest number of key/value heads of the launch.
     """
     item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     kv_head = tl.program_id(0) % heads
@@ -170,6 +173,9 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
     do_rows = rows_of(t, col.DO, kv_head * group, band.q_len, value_dim, C)
     p_stats, stats_head = locate_vector(t, col.STATS)
     p_stats += kv_head * group * stats_head
+    stored = None
+    if C.STORE_DS:
+        stored = stored_of(t, kv_head * group, C)
     # Loop over all pairs (head of the group, block of queries). Nested loops, or a second loop body for tiles without a
     # visibility test, need more registers than a thread has.
     time, at = 0, lo
@@ -208,6 +214,8 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
         b_q = load_again(b_q, next_head(q_rows, nth), o_m, C.BLOCK_D, C)
         dk = dot(ds, b_q, dk, C.TF32)
         dk_rest = add_rest(dk_rest, ds, b_q_rest, C.BLOCK_REST, C)
+        if C.STORE_DS:
+            tl.store(places_of_ds(next_stored(stored, nth), i0, j0, C), tl.trans(ds))
         at += C.BLOCK_M
         time += tl.where(at >= hi, 1, 0)
         at = tl.where(at >= hi, lo, at)

@@ -23,7 +23,7 @@ K_PAGE, V_PAGE = tl.constexpr(59), tl.constexpr(60)  # strides of a page
 K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # address of float32 scales; strides of a head, a row, a page
 BLOCKS = tl.constexpr(69)  # address of the block mask; strides of a head, a row, a column
 BLOCK_SIZE = tl.constexpr(73)  # two columns: queries and keys of a block of the block mask
-# address of the stored dS of head 0; its strides, in elements, of a head and of 64 queries (hopper/stored.py); 0: none
+# address of the stored dS of head 0; its strides, in elements, of a head and of 64 queries (stored.py); 0: none
 DS = tl.constexpr(75)
 WIDTH = tl.constexpr(78)
 

@@ -43,8 +43,8 @@ class Constants:
     - PAGED: keys and values are pages.
     - KEYS says how 8-bit keys and values are widened (see tiles.widened); None if they have DTYPE.
     - BLOCKS: there is a block mask, and the tiles come from a list (see blocks.py).
-    - STORE_DS: a kernel for Hopper of dK or dV stores dS, from which another kernel computes dQ (see hopper/stored.py).
-    - HOLD: that kernel has its keys and values in registers, not in shared memory (see config.stores).
+    - STORE_DS: a kernel of dK or dV stores dS, from which another kernel computes dQ (see stored.py).
+    - HOLD: that kernel, for Hopper, has its keys and values in registers, not in shared memory (see config.stores).
     """
 
     LEVEL: int | None = None
@@ -217,3 +217,11 @@ class QueryBlock(NamedTuple):
     delta: Any
     q_rows: Any
     do_rows: Any
+
+
+class Stored(NamedTuple):
+    """The stored dSᵀ of a head: pointer to its first number, and the strides, in elements, of a head and of QUERIES."""
+
+    base: Any
+    head: Any
+    row: Any

@@ -15,7 +15,10 @@ from flashpoint_kernels.triton_backend.kernels.groups import (
     Pages,
     Rows,
     Sequence,
+    Stored,
 )
+
+QUERIES = tl.constexpr(64)  # of a block of stored dS
 
 
 @triton.jit
@@ -316,3 +319,28 @@ def store(rows, o, block, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
     if not EVEN:
         m_rows = m_rows & (o_d[None, :] < rows.dim)
     tl.store(rows.base + o[:, None] * rows.stride + o_d[None, :], block, mask=m_rows)
+
+
+@triton.jit
+def stored_of(t, head, C: tl.constexpr):
+    """Return the Stored of a query head."""
+    stride = tl.load(t + col.DS + 1)
+    base = tl.load(t + col.DS).to(tl.pointer_type(C.DTYPE)) + head * stride
+    return Stored(base=tl.multiple_of(base, 16), head=stride, row=tl.load(t + col.DS + 2))
+
+
+@triton.jit
+def next_stored(stored, nth):
+    """Return the Stored of the nth head after the head of `stored`."""
+    return Stored(base=stored.base + nth * stored.head, head=stored.head, row=stored.row)
+
+
+@triton.jit
+def places_of_ds(stored, i0, j0, C: tl.constexpr):
+    """Return the addresses of a tile of dS, (M, N): queries from i0 on, and keys from j0 on.
+
+    A row has a query's dS of all keys. hopper/stored.py divides the same memory into tiles of dSᵀ.
+    """
+    stride = tl.multiple_of((stored.row // QUERIES).to(tl.int32), 128)
+    first = stored.base + (tl.cast(i0, tl.int64) * stride + j0)
+    return tl.multiple_of(first, 16) + (tl.arange(0, C.BLOCK_M)[:, None] * stride + tl.arange(0, C.BLOCK_N)[None, :])

@@ -54,6 +54,7 @@ from flashpoint_kernels.triton_backend.kernels.blocks import list_key_tiles, lis
 from flashpoint_kernels.triton_backend.kernels.cascade import attention_cascade
 from flashpoint_kernels.triton_backend.kernels.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.kernels.groups import Constants
+from flashpoint_kernels.triton_backend.kernels.stored import attention_backward_q_stored
 from flashpoint_kernels.triton_backend.tools.ptx import Ptx
 from flashpoint_kernels.triton_backend.tools.sass import Code, kinds, resources
 from flashpoint_kernels.triton_backend.tools.shipped import Variant, all_of, representative
@@ -66,6 +67,8 @@ KERNELS = {
     "delta": attention_delta,
     "backward_kv": attention_backward_kv,
     "backward_q": attention_backward_q,
+    "backward_kv_storing": attention_backward_kv,
+    "backward_q_stored": attention_backward_q_stored,
     "backward_kv_hopper": attention_backward_kv_hopper,
     "backward_q_hopper": attention_backward_q_hopper,
     "backward_kv_storing_hopper": attention_backward_kv_hopper,
@@ -194,12 +197,13 @@ def build(variant: Variant, tile: Tile) -> Any:
     value_dim = value_dim or dim
     kernel, rows = kernel_of(variant)
     function, hopper = KERNELS[kernel], kernel.endswith("_hopper")
-    of_gradients = kernel in ("backward_kv", "backward_q", "backward_mask")
+    of_gradients = kernel in ("backward_kv", "backward_q", "backward_mask", "backward_kv_storing", "backward_q_stored")
     (block_d, block_rest), (block_dv, block_dv_rest) = (padded(dim), 0), (padded(value_dim), 0)
     if kernel in _FORWARDS:
         block_d, block_rest = parts_of(dim)
     elif of_gradients:
         (block_d, block_rest), (block_dv, block_dv_rest) = gradient_parts_of(dim), gradient_parts_of(value_dim)
+    of_general = {"STORE_DS": True} if kernel.endswith("_storing") else {}
     even = (block_d + block_rest, block_dv + block_dv_rest) == (dim, value_dim)
     constants = Constants(
         LEVEL=level, DTYPE=TYPES[dtype], MASK_DTYPE=mask and TYPES[mask], DMASK_DTYPE=tl.float32,
@@ -209,7 +213,7 @@ def build(variant: Variant, tile: Tile) -> Any:
         RELOAD=of_gradients and reloads(dtype, dim, value_dim), PACKED=rows > 0,
         CARRY_FLOAT32=carries_float32(kernel.removesuffix("_hopper"), block_d, padded(value_dim)) if hopper else None,
         PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys), BLOCKS=variant.kernel.endswith("_blocks"),
-        **stores(kernel.removesuffix("_hopper"), block_d, block_dv),
+        **(stores(kernel.removesuffix("_hopper"), block_d, block_dv) if hopper else of_general),
     )  # fmt: skip
     names = function.arg_names
     signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}

@@ -5,12 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashpoint_kernels.problems.workspace import ITEM, MOST, ds_elements
 from flashpoint_kernels.triton_backend.host.config import tiles
-from flashpoint_kernels.triton_backend.host.configurations import HOPPER
+from flashpoint_kernels.triton_backend.host.configurations import HOPPER, STORED
 from flashpoint_kernels.triton_backend.host.stored import Chunk, Pieces, is_stored
 from flashpoint_kernels.triton_backend.host.table import SHAPE
 from flashpoint_kernels.triton_backend.kernels import columns as col
@@ -107,3 +108,39 @@ def test_tiles_fit_the_stored_layout() -> None:
         assert {of[name].block_n for name in of if name.endswith(("_storing", "_stored"))} == {128}
         assert {of[name].block_m for name in of if name.endswith("_storing")} <= {32, 64}
     assert MOST == 2 << 30
+
+
+def test_general_tiles_fit_the_stored_layout() -> None:
+    """Blocks divide the 256 queries and 128 keys to which memory is rounded, and statistics cover whole blocks."""
+    for arch, by_dim in STORED.items():
+        for dim in by_dim:
+            config = tiles(arch, "float16", dim, dim, 0)
+            assert config.storable
+            for tile in (config.backward_kv_storing, config.backward_q_stored):
+                assert (256 % tile.block_m, 128 % tile.block_n) == (0, 0)
+            assert config.delta.block_m % config.backward_kv_storing.block_m == 0
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        ((80, "bfloat16", 128, 128, 0), True),
+        ((80, "bfloat16", 24, 40, 0), True),  # padded to 64
+        ((80, "bfloat16", 32, 16, 0), False),
+        ((89, "float16", 64, 64, 0), False),
+        ((89, "float16", 64, 65, 0), True),
+        ((120, "float32", 128, 128, 0), False),
+        ((100, "bfloat16", 128, 128, 1), False),
+        ((86, "bfloat16", 257, 64, 0), False),
+    ],
+)
+def test_ds_is_stored_where_it_saves_time(problem: tuple[int, str, int, int, int], expected: bool) -> None:
+    assert tiles(*problem).storable == expected
+    assert not tiles(*problem, blocks=True).storable
+
+
+def test_without_fences_no_product_reads_an_asynchronous_copy_of_ds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiles(90, "float16", 128, 128, 0).backward_q_stored.num_stages == 3
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    config = tiles(90, "float16", 128, 128, 0)
+    assert (config.backward_kv_storing.num_stages, config.backward_q_stored.num_stages) == (1, 1)
