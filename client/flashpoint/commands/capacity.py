@@ -21,10 +21,10 @@ from flashpoint_contract.schemas.shapes import Dtype, Shape
 
 EXAMPLES = """
   flashpoint capacity --url http://localhost:8000 --q-len 4096 --q-heads 8 --head-dim 64
-  flashpoint capacity --tflops 400 --network-gbit 100 --pcie-gb 50 --q-len 16384 --q-heads 32 --head-dim 128
+  flashpoint capacity --tflops 400 --network-gbit 100 --pcie-gb 50 --q-len 16384 --q-heads 32 --head-dim 128 \
                       --dtype bfloat16 --causal --side backward --load 20
-  flashpoint capacity --tflops 400 --network-gbit 25 --memory-gb 3000 --q-len 1 --kv-len 4096 --q-heads 32 --kv-heads 8
-                      --head-dim 128 --dtype bfloat16 --cached --layers 32 --cache-gb 40
+  flashpoint capacity --tflops 400 --network-gbit 25 --memory-gb 3000 --q-len 1 --kv-len 4096 --q-heads 32 \
+                      --kv-heads 8 --head-dim 128 --dtype bfloat16 --cached --layers 32 --cache-gb 40
 """
 # Assumed milliseconds of a tiny call. benchmarks/results/serving-*.json contain measured times of a small call.
 CALL_MS = 1.6

@@ -21,6 +21,7 @@ from flashpoint_contract.schemas.benchmark import BenchmarkRow
 Peaks = Mapping[str, Mapping[str, Any]]
 SHARE = "% of roofline: the rate of a point over the roof above it"
 OF_NAIVE = "naive writes the matrix of scores, so its roof is lower: a high % does not mean fast, compare times"
+OF_OVER = "a point above the measured roof: its data stayed in caches, or others ran while the peaks were measured"
 _POINTS = 6.5  # size of a marker in points
 # Places of a label around its point: (right, up, distance in points). 1 is right or up, −1 is left or down.
 _PLACES = ((0, 1, 5), (0, -1, 5), (1, 1, 4), (1, -1, 4), (-1, 1, 4), (-1, -1, 4), (1, 0, 6), (-1, 0, 6))
@@ -46,6 +47,8 @@ def roofline(rows: Rows, peaks: Peaks, subtitle: str, kernel_name: str = style.O
     about = [subtitle, *_roofs(rows, peaks), "each algorithm by its own operations and bytes", SHARE]
     if any(row.backend.startswith("naive") for row in rows):
         about.append(OF_NAIVE)
+    if any(row.above_roof for row in rows):
+        about.append(OF_OVER)
     figure, axes = style.panels("Roofline", " · ".join(about), len(by_family), legend)
     for ax, (family, members) in zip(axes, by_family.items(), strict=True):
         _panel(ax, members, peaks[family.dtype])

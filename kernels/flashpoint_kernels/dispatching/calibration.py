@@ -18,7 +18,7 @@ from flashpoint_contract.options import OPTIONS, Options
 from flashpoint_contract.tensors import FEATURES, TENSORS
 from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.dispatching.support import SUPPORT
-from flashpoint_kernels.problems.cost import NOMINAL, SCORE_FEATURES, Rates
+from flashpoint_kernels.problems.cost import NOMINAL, SCORE_FEATURES, Rates, nominal_option
 from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.problems.reproducible import split
 
@@ -52,7 +52,7 @@ def measure(backend: str) -> Rates:
         if name in SUPPORT[backend]:
             problem = _with_feature(narrow, name)
             taken = _seconds(partial(run_part, problem, backend)) - slow
-            options[name] = max(taken / scores, _LEAST * nominal.options[name])
+            options[name] = max(taken / scores, _LEAST * nominal_option(backend, name))
     byte = _byte(backend, one, flop, score) if nominal.byte else 0.0
     return Rates(max(one - sequence, _LEAST * nominal.call), sequence, flop, score, options, byte, types)
 

@@ -30,13 +30,19 @@ def parse(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
     if unknown := [name for name in names if name not in KNOWN]:
         listed = ", ".join(map(repr, unknown))
-        raise ValueError(f"{VARIABLE} contains {listed}; give names among {', '.join(KNOWN)}, separated by commas")
+        raise ValueError(
+            f"there is no kernel or backend {listed}; give names among {', '.join(KNOWN)}, separated by commas"
+        )
     return names
 
 
 def switched_off() -> Mapping[str, str]:
     """Return what is switched off, each name with its reason. Raises ValueError like `parse`."""
-    return dict.fromkeys(parse(os.environ.get(VARIABLE, "")), SETTING) | _found
+    try:
+        named = parse(os.environ.get(VARIABLE, ""))
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}: {error}") from None
+    return dict.fromkeys(named, SETTING) | _found
 
 
 def note(found: Mapping[str, str]) -> None:

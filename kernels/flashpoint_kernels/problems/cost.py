@@ -53,6 +53,18 @@ NOMINAL: dict[str, Rates] = {
 }  # fmt: skip
 
 
+def nominal_option(backend: str, name: str) -> float:
+    """Return the nominal seconds that an option or tensor of SCORE_FEATURES adds to each score.
+
+    Raises LookupError that names the place of a missing figure.
+    """
+    known = NOMINAL[backend].options
+    if name not in known:
+        text = f"NOMINAL[{backend!r}] of {__name__} has no seconds for {name!r}, which has per_score=True"
+        raise LookupError(f"{text}: add what it adds to the time of each score")
+    return known[name]
+
+
 class Extent(NamedTuple):
     """The size of a problem: how many sequences, different lengths, (query, key) pairs and keys it has.
 

@@ -142,8 +142,9 @@ def key(
 
 
 def _show(subject: str, drawn: str) -> int:
-    """Print a sentence to stderr, and then only the key to stdout."""
-    print(f"{subject}, which is not stored:", file=sys.stderr, flush=True)
+    """Print only the key to stdout, and before it a sentence to stderr, which a key in `$(…)` does not follow."""
+    where = ":" if sys.stdout.isatty() else ", is on stdout"
+    print(f"{subject}, which is not stored{where}", file=sys.stderr, flush=True)
     print(drawn)
     return RIGHT
 

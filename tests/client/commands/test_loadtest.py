@@ -49,6 +49,14 @@ def test_the_verdict_says_why_it_fails_and_what_a_key_limits():
     assert loadtest.verdict({"ConnectionFailedError": 7, "wrong answer: dk is wrong": 1}, 9)[0] == "answers are wrong"
 
 
+def test_a_busy_program_is_named_as_a_limit_only_if_the_server_answered():
+    answered, silent = {"right": 9, "cores_of_this_program": 0.95}, {"right": 0, "cores_of_this_program": 1.0}
+    idle = {"right": 9, "cores_of_this_program": 0.5}
+    assert loadtest.own_limit([idle, answered]).startswith("this program was busy all the time")
+    assert loadtest.own_limit([idle, silent]) is None
+    assert loadtest.own_limit([]) is None
+
+
 def test_an_overload_is_counted_and_is_no_failure(run, start_server):
     server = start_server(queue_limit=1)
     code, out, _ = run("loadtest", "--url", server.url, "--callers", "6", "--seconds", "0.5")

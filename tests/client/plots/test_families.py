@@ -31,4 +31,6 @@ def test_each_family_has_a_panel_with_its_data_and_no_label_covers_another(kind)
     assert any("p20 to p80 over 20%" in text for text in words) == (kind != "memory")
     if kind == "roofline":
         assert {"ridge 10", "ringed: above the measured roof", "128", "12k"} <= words
+        over = "a point above the measured roof: its data stayed in caches, or others ran while the peaks were measured"
+        assert any(over in " ".join(text.split()) for text in words)
         assert any("float32, as measured: 0.5 TFLOP/s, 50 GB/s" in " ".join(text.split()) for text in words)

@@ -63,7 +63,7 @@ def test_a_new_file_is_made_for_its_owner_alone(run, tmp_path):
         code, out, err = run("alice", "--file", path, "--rights", "info+metrics", "--concurrent", "2")
     finally:
         os.umask(old)
-    assert (code, err) == (0, "the key of alice, which is not stored:\n")
+    assert (code, err) == (0, "the key of alice, which is not stored, is on stdout\n")
     drawn = out.removesuffix("\n")
     assert DRAWN.fullmatch(drawn)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -71,6 +71,19 @@ def test_a_new_file_is_made_for_its_owner_alone(run, tmp_path):
     assert (entry.rights, entry.concurrent) == ({"info", "metrics"}, 2)
     assert drawn not in path.read_text()
     assert [each.name for each in tmp_path.iterdir()] == ["keys.toml"]
+
+
+def test_on_a_terminal_the_sentence_ends_where_the_key_begins(tmp_path):
+    terminal, its_end = os.openpty()
+    try:
+        command = [FLASHPOINT, "key", "alice", "--file", tmp_path / "keys.toml"]
+        subprocess.run(command, stdout=its_end, stderr=its_end, check=True)
+        shown = os.read(terminal, 4096).decode().splitlines()
+    finally:
+        os.close(terminal)
+        os.close(its_end)
+    assert shown[0] == "the key of alice, which is not stored:"
+    assert DRAWN.fullmatch(shown[1])
 
 
 def test_a_name_twice_changes_nothing(run, file):
@@ -108,7 +121,7 @@ def test_a_revoked_key_is_gone_and_the_other_is_not(run, file, name):
 def test_a_rotated_key_and_its_predecessor_are_valid_until_it_is_retired(run, file, name):
     before = tomllib.loads(TEXT)
     code, out, err = run(name, "--rotate", "--file", file)
-    assert (code, err) == (0, f"the new key of {name}, which is not stored:\n")
+    assert (code, err) == (0, f"the new key of {name}, which is not stored, is on stdout\n")
     drawn = out.removesuffix("\n")
     assert DRAWN.fullmatch(drawn)
     digest = hashlib.sha256(drawn.encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -41,7 +42,7 @@ def page(command: Any, ctx: Any) -> str:
     column = min(_NAMES, 4 + max((len(name) for group_rows in rows.values() for name, _ in group_rows), default=0))
     parts += [_section(title, group_rows, column, width) for title, group_rows in _in_order(rows)]
     for part in (command.epilog or "").strip("\n").split("\n\n"):
-        parts.append(part if "\n  " in part else _paragraphs(part, width))
+        parts.append(_examples(part, width) if "\n  " in part else _paragraphs(part, width))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -60,6 +61,17 @@ def _section(title: str, rows: list[tuple[str, str]], column: int, width: int) -
             lines.append(f"  {name}".ljust(column) + wrapped.pop(0))
         lines += [" " * column + line for line in wrapped]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _examples(text: str, width: int) -> str:
+    """Wrap each command below a title, with the backslashes that a shell needs to read it as one line."""
+    title, *commands = text.splitlines()
+    lines = [title]
+    for command in commands:
+        joined = re.sub(r"(--\S+) (?=[^-])", "\\1\N{NO-BREAK SPACE}", " ".join(command.split()))
+        wrapped = textwrap.wrap(joined, width - 4, break_long_words=False, break_on_hyphens=False)
+        lines.append("  " + " \\\n    ".join(wrapped).replace("\N{NO-BREAK SPACE}", " "))
+    return "\n".join(lines)
 
 
 def _paragraphs(text: str, width: int) -> str:
