@@ -28,6 +28,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # torch's threads sleep while they wait, as in an engine. Without this, they spin: beside other work on two cores, the
 # processor time of some kernel tests rose from 12 s to 99 s. Set before any import of torch, which reads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# NumPy's threads spin in any case, after each product of matrices: without them, the sweep takes a fifth less.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # The modules and tests of a run are millions of objects that live until it ends. A collection that scans them took up
 # to 0.5 s, and all collections took 25 s per process. So the collector is off until pytest has collected all tests;
@@ -171,7 +173,10 @@ def gated(receiver, tmp_path_factory):
 
 
 # The slowest test files. They start first, so that no process still runs one of them when the others have ended.
-LONG = ("test_corpus.py", "test_gpu_run.py", "test_build.py", "test_chaos.py", "test_tutorial.py", "test_artefacts.py")
+LONG = (
+    "test_sweep.py", "test_corpus.py", "test_gpu_run.py", "test_build.py", "test_chaos.py", "test_tutorial.py",
+    "test_artefacts.py", "test_cases.py", "test_derivatives.py", "test_self_test.py", "test_verified_while_serving.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(trylast=True)

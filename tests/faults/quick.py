@@ -17,7 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2", "TRITON_INTERPRET": "1"}
+os.environ |= {
+    "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "TRITON_INTERPRET": "1",
+}  # fmt: skip
 
 import hypothesis.strategies
 import numpy as np
