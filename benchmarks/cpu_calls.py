@@ -10,8 +10,8 @@ In one process, with torch's usual threads, calls of `flashpoint_kernels.attenti
 
 A row has the median milliseconds of both, and the median over rounds of torch's time / ours. `share` is the rate of a
 forward over that of torch's fastest matrix product in this run, of the dtype in which the kernel multiplies (bfloat16
-with AMX, else float32), or of decoding over torch's fastest read of memory. It is over 1 where torch is not at the
-processor's limit. Writes cpu-beside-<cpu>.json.
+with AMX or AVX512-BF16, else float32), or of decoding over torch's fastest read of memory. It is over 1 where torch is
+not at the processor's limit. Writes cpu-beside-<cpu>.json.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def limits(rounds: int = 7) -> dict[str, float]:
 def forwards(limit: dict[str, float], rounds: int) -> Iterator[Row]:
     """Yield a row for each forward."""
     for dtype in DTYPES:
-        multiplied = "bfloat16" if native.names().get(dtype) == "c-amx" else "float32"
+        multiplied = "bfloat16" if native.names().get(dtype) in ("c-amx", "c-avx512bf16") else "float32"
         for shape in SHAPES:
             q, k, v = draw(*shape, dtype=dtype)
             for causal in (False, True):

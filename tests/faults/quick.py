@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import triton
 
+from flashpoint_kernels.native import switches
 from tests.faults.__main__ import bank, copied, mistakes
 
 IMPORTED = (hypothesis, np, torch, triton)  # the product is imported in the children, with its fault
@@ -58,7 +59,7 @@ def run(variant: str, native: Path) -> None:
     if variant in guards.SMALL:
         guards.FLAGS = tuple(flag for flag in guards.FLAGS if flag != "-Werror")  # a warning finds no fault
         path = guards.library(variant, flags=(), folder=native)
-        longest = 200 if variant == "amx" else 150
+        longest = 200 if variant in switches.BFLOAT16 else 150
         level.sweep_level(path, variant, test_sweep.CASES, longest, guards.SMALL[variant], test_sweep.SEED)
         return
     test = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from flashpoint_kernels.native import switches
 from flashpoint_kernels.tiled_backend import tiles
 from flashpoint_kernels.triton_backend.host import config
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
@@ -46,10 +47,10 @@ def of_level(level: str, count: int, longest: int, *more: str) -> None:
     assert f"{count} cases on {level}" in ran.stdout
 
 
-# Cases of up to 200 queries and keys: a block of AMX has 96 queries.
+# Cases of up to 200 queries and keys: a block of tiles has 96 queries.
 @pytest.mark.parametrize("level", guards.levels())
 def test_cpu_with_small_blocks(level: str) -> None:
-    of_level(level, 12_000 if EXPLORING else CASES, 200 if level == "amx" else 150)
+    of_level(level, 12_000 if EXPLORING else CASES, 200 if level in switches.BFLOAT16 else 150)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from flashpoint_kernels.native import switches
 from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
 LEVELS = switches.LEVELS[1:]  # the instruction sets of x86-64, lowest first
-FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # environment variable: compute all types in float32, without AMX
+FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # environment variable: multiply all types in float32
 VECTOR = 16  # a row of the partial o of a chunk of keys is padded to a multiple of this number of floats
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
 NOT_COMPILED = "not-compiled.txt"  # an installation whose compiler fails writes the reason into this file
@@ -77,7 +77,7 @@ def library() -> Library | None:
     best = processor_level()
     levels = LEVELS[: LEVELS.index(best) + 1] if best in LEVELS else (best,)
     if float32_only():
-        levels = tuple(name for name in levels if name != "amx")
+        levels = tuple(name for name in levels if name not in switches.BFLOAT16)
     built = {name: kernels for name in levels if (kernels := level(name)) is not None}
     best_of = [switches.allowed(built, direction)[-1:] for direction in switches.DIRECTIONS]
     if not all(best_of):
@@ -126,5 +126,5 @@ def level(name: str) -> Library | None:
         addresses = [getattr(loaded, f"flashpoint_{call}_{suffix}", None) for call in names]
         return Functions(f"c-{suffix}", *addresses)
 
-    kernels = Library(functions(name), functions("avx512" if name == "amx" else name))
+    kernels = Library(functions(name), functions("avx512" if name in switches.BFLOAT16 else name))
     return kernels if all(f is not None for each in kernels[:2] for f in each) else None

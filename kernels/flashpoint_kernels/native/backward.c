@@ -8,13 +8,13 @@
    Positions determine the order of all sums: the bits of a row of dQ depend only on the row, the keys that it sees and
    the options, and those of dK and dV only on their sequence. The distribution of parts over threads changes no bits.
 
-   Two files compute the products: backward_float32.h, and backward_amx.h with Intel's AMX for bfloat16. build.py
+   Two files compute the products: backward_float32.h, and backward_amx.h in tiles of bfloat16. build.py
    compiles this file once for each instruction set, with ISA as the suffix of its functions. */
 
 #include "backward.h"
 #include "products.h"
 
-#if defined(__AMX_BF16__) || defined(TILES_IN_C)
+#if defined(__AVX512BF16__) || defined(TILES_IN_C)
 #define TILES
 #include "backward_amx.h"
 #else

@@ -26,8 +26,9 @@ FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "
 # The instruction sets for which the kernels are compiled, with compiler options. Each set includes the sets before it.
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-_AMX = f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16"
-X86_64 = {"avx2": _AVX2, "avx512": _AVX512, "amx": _AMX}
+_AVX512BF16 = f"{_AVX512} -mavx512bf16"
+_AMX = f"{_AVX512BF16} -mamx-tile -mamx-bf16"
+X86_64 = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": _AVX512BF16, "amx": _AMX}
 LEVELS = {"x86_64": X86_64, "AMD64": X86_64}  # keys are values of `platform.machine()`
 OTHERS = {"generic": ""}
 

@@ -9,12 +9,12 @@
    place of keys in memory, or on the distribution of chunks over threads. A key that a row does not see adds nothing or
    a zero. Both give the same bits, because the sign of a zero is lost at the end.
 
-   Two files compute the matrix products: forward_float32.h, and forward_amx.h with Intel's AMX for bfloat16. build.py
+   Two files compute the matrix products: forward_float32.h, and forward_amx.h in tiles of bfloat16. build.py
    compiles this file once for each instruction set, with ISA as the suffix of its functions. */
 
 #include "forward.h"
 
-#if defined(__AMX_BF16__) || defined(TILES_IN_C)
+#if defined(__AVX512BF16__) || defined(TILES_IN_C)
 #define TILES
 #include "forward_amx.h"
 #else

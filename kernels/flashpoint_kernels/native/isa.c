@@ -13,11 +13,16 @@
 #define XTILEDATA 18 /* index of the tile registers in the processor's extended state (XSAVE) */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 
+/* Return whether the processor has AVX512-BF16. */
+static int has_bf16(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1u << 5;
+}
+
 /* Return whether the processor has AMX for bfloat16, and the system lets this process use it. */
 static int has_amx(void) {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & 1u << 22) || !(d & 1u << 24)) return 0; /* AMX-BF16, AMX-TILE */
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return 0;                    /* AVX512-BF16 */
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
 
@@ -27,7 +32,8 @@ static const char *find_level(void) {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return "avx2";
-    return has_amx() ? "amx" : "avx512";
+    if (!has_bf16()) return "avx512";
+    return has_amx() ? "amx" : "avx512bf16";
 }
 
 #else

@@ -6,7 +6,7 @@ The variable lists names, separated by commas. A name is
     LEVEL              both kernels of a level, such as `avx512`
     BACKEND            a whole backend, such as `tiled`: `auto` takes the next backend
 
-The kernels for AMX call those for AVX-512 where products may overflow, so `avx512` switches `amx` off, too. If a
+The kernels of BFLOAT16 call those for AVX-512 where products may overflow, so `avx512` switches them off, too. If a
 direction has no level left, the backend `cpu` is off. `reference` cannot be switched off. Does not import torch.
 """
 
@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 
 VARIABLE = "FLASHPOINT_KERNELS_OFF"
 SETTING = f"the setting {VARIABLE}"  # the reason of what the variable switches off
-LEVELS = ("generic", "avx2", "avx512", "amx")  # instruction sets, lowest first
+LEVELS = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # instruction sets, lowest first
+BFLOAT16 = ("avx512bf16", "amx")  # levels that differ from avx512 for bfloat16 alone, and multiply it in bfloat16
 DIRECTIONS = ("forward", "backward")
 BACKENDS = ("triton", "cpu", "torch", "tiled")
 KNOWN = (*BACKENDS, *(name for level in LEVELS for name in (level, *(f"{level}.{way}" for way in DIRECTIONS))))
@@ -56,6 +57,6 @@ def allowed(levels: Iterable[str], direction: str) -> list[str]:
     off = switched_off()
 
     def is_off(level: str) -> bool:
-        return level in off or f"{level}.{direction}" in off or (level == "amx" and is_off("avx512"))
+        return level in off or f"{level}.{direction}" in off or (level in BFLOAT16 and is_off("avx512"))
 
     return [] if "cpu" in off else [level for level in levels if not is_off(level)]

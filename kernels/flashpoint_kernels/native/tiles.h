@@ -1,9 +1,10 @@
-/* Products of bfloat16 matrices by Intel's AMX, in tiles of 16 rows of 64 bytes.
+/* Products of bfloat16 matrices by AMX or AVX512-BF16, in tiles of 16 rows of 64 bytes.
 
    A tile product adds the product of a (16, 32) and b (32, 16) to c (16, 16) in float32. Tiles of b hold pairs: row n
    of a tile has, for each column, the elements 2n and 2n + 1 of that column of b. The instruction sums the products of
    even and of odd elements separately, and treats subnormal numbers as 0. With TILES_IN_C, C code replaces the AMX
-   instructions and computes the same bits, for tests on processors without AMX. */
+   instructions and computes the same bits, for tests on processors without AMX. Without AMX, `multiply_tiles` computes the
+   same products by AVX512-BF16, whose sums have another order, with rows of c in registers. */
 
 #ifndef FLASHPOINT_TILES
 #define FLASHPOINT_TILES
@@ -66,7 +67,7 @@ NOINLINE void multiply_in_c(float c[16][16], float a[16][16], float b[16][16]) {
     }
 }
 
-#else
+#elif defined(__AMX_BF16__)
 
 /* Configure the tiles of this thread, and save the previous configuration, which may be another library's. */
 INLINE void tile_configure(struct tile_shapes *before) {
@@ -86,6 +87,11 @@ INLINE void tile_restore(const struct tile_shapes *before) {
 #define TILE_STORE(t, to, step) _tile_stored(t, to, step)
 #define TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
 
+#else
+
+INLINE void tile_configure(struct tile_shapes *before) { (void)before; }
+INLINE void tile_restore(const struct tile_shapes *before) { (void)before; }
+
 #endif
 
 /* Two tiles of a, one above the other. Strides in bytes: `down` from tile to tile, `row` from row to row, `next` to the
@@ -104,6 +110,8 @@ struct right {
 /* Write the sums of `steps` tile products to `rows`·`columns` tiles of c or, with `add`, add them to c. Each tile of c
    is (16, 16) without gaps; the strides c_down and c_right are in floats. `rows`, `columns` (1 or 2) and `add` are
    compile-time constants. */
+#if defined(__AMX_BF16__) || defined(TILES_IN_C)
+
 INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
                            const int rows, const int columns, const int add) {
     if (add) {
@@ -138,6 +146,44 @@ INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct lef
     if (columns == 2) TILE_STORE(2, c + c_right, 64);
     if (rows == 2 && columns == 2) TILE_STORE(3, c + c_right + c_down, 64);
 }
+
+#else
+
+#define TALL_TILE 8 /* rows of c whose sums stay in registers, each in up to two vectors */
+
+/* The sums of each row are one chain, which begins with 0, so that long sums over calls round like those of AMX. */
+INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
+                           const int rows, const int columns, const int add) {
+    for (int m = 0; m < 16 * rows; m += TALL_TILE) {
+        const char *left = a.at + m / 16 * a.down + m % 16 * a.row, *right = b.at;
+        __m512 sums[TALL_TILE][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < TALL_TILE; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+        for (int64_t n = 0; n < steps; n++, left += a.next, right += b.next)
+#pragma GCC unroll 2
+            for (int k = 0; k < 16; k++) {
+                const __m512bh y = (__m512bh)_mm512_loadu_ps(right + k * 64);
+                const __m512bh z = (__m512bh)_mm512_loadu_ps(right + (columns - 1) * b.right + k * 64);
+#pragma GCC unroll 8
+                for (int r = 0; r < TALL_TILE; r++) {
+                    int32_t pair;
+                    memcpy(&pair, left + r * a.row + 4 * k, sizeof pair);
+                    const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, y);
+                    if (columns == 2) sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, z);
+                }
+            }
+        float *to = c + m / 16 * c_down + m % 16 * 16;
+#pragma GCC unroll 8
+        for (int r = 0; r < TALL_TILE; r++, to += 16) {
+            store_floats(to, add ? load_floats(to) + (floats)sums[r][0] : (floats)sums[r][0]);
+            if (columns == 2)
+                store_floats(to + c_right, add ? load_floats(to + c_right) + (floats)sums[r][1] : (floats)sums[r][1]);
+        }
+    }
+}
+
+#endif
 
 /* ---- the layouts of tiles; elements are bfloat16 ---- */
 

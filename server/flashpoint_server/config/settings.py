@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
     cpu_float32: bool = False
-    """compute bfloat16 on the CPU in float32, without AMX: slower, with equal bits on all processors with AVX-512"""
+    """multiply bfloat16 on the CPU in float32: slower, with equal bits on all processors with AVX-512"""
     store_ds: bool = False
     """gradients store dS, and compute dQ from it (docs/kernels.md); not measured on a GPU"""
     workspace_bytes: Bytes = workspace.DEFAULT

@@ -27,7 +27,8 @@ from flashpoint_server.engine.execution.device import ComputeDevice
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 _PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
-_BLOCKS = {"c-amx": (128, 128)}  # queries and keys of the largest block of the gradients in C; else of the others:
+# Queries and keys of the largest block of the gradients in C: of these kernels, and of the others.
+_BLOCKS = {"c-amx": (128, 128), "c-avx512bf16": (128, 128)}
 _BLOCK = (64, 128)
 _TILE = (16, 16)  # queries and keys of a tile, for the check of `tiled`
 _FEW = 12  # problems for `reference`, of which each takes 3 ms

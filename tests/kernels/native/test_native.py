@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashpoint_kernels import attention, native, quantize
-from flashpoint_kernels.native import build
+from flashpoint_kernels.native import build, switches
 from tests.support.kernels.problems import Sizes, problems
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import check, normal, qkv
@@ -78,7 +78,7 @@ def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tens
 def test_every_16_bit_number_comes_back(level: str, dtype: torch.dtype) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 256)
     actual = one_key(every, dtype)
-    if level == "amx" and dtype == torch.bfloat16:  # AMX treats subnormal numbers as 0
+    if level in switches.BFLOAT16 and dtype == torch.bfloat16:  # these treat subnormal numbers as 0
         every = every.where(~(every.abs() < torch.finfo(dtype).smallest_normal), 0)
     assert torch.equal(actual.isnan(), every.isnan())
     assert torch.equal(actual.nan_to_num(0.0, torch.inf, -torch.inf), every.nan_to_num(0.0, torch.inf, -torch.inf))
@@ -100,7 +100,7 @@ def test_answers_are_rounded_to_nearest_even(level: str, dtype: torch.dtype) -> 
     for power in range(-34, 18):
         scale = 2.0**power * (1 + 2.0**-9 + 2.0**-12)
         actual, exact = one_key(numbers, dtype, scale), numbers.float() * scale
-        if level == "amx" and dtype == torch.bfloat16:  # AMX also rounds the product of a probability and a scale
+        if level in switches.BFLOAT16 and dtype == torch.bfloat16:  # these round a probability times a scale
             exact = numbers.float() * torch.tensor(scale).to(dtype).float()
         assert torch.equal(actual, exact.to(dtype)), power
 

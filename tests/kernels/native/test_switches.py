@@ -93,7 +93,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones(switch: Switch) -
     assert all(name in str(raised.value) for name in switches.KNOWN)
 
 
-def test_the_kernels_for_amx_need_those_for_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_that_multiply_bfloat16_need_those_for_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switches.VARIABLE, "avx512.backward")
     assert switches.allowed(native.LEVELS, "backward") == ["avx2"]
-    assert switches.allowed(native.LEVELS, "forward") == ["avx2", "avx512", "amx"]
+    assert switches.allowed(native.LEVELS, "forward") == ["avx2", "avx512", "avx512bf16", "amx"]

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from flashpoint_kernels.native import switches
 from tests.support.sweep import guards
 from tests.support.sweep.cases import WIDE_DIMS, cases, edges
 from tests.support.sweep.check import check_all
@@ -36,7 +37,7 @@ def sweep_level(path: Path, level: str, count: int, longest: int, blocks: guards
     sizes = guards.SMALL[level]
     q_lens = edges([sizes.queries, sizes.forward.get("STRIP", 32), sizes.part], longest)
     kv_lens = edges([sizes.backward["KEYS"], sizes.forward["BLOCK"], sizes.chunk], longest)
-    types = ["bfloat16"] if level == "amx" else ["float32", "float16", "bfloat16"]
+    types = ["bfloat16"] if level in switches.BFLOAT16 else ["float32", "float16", "bfloat16"]
     check_all(cases(count, q_lens, kv_lens, types=types, extremes=True, seed=seed), BACKEND)
     # Products with wide heads take long, so there are few of these cases, and they are short.
     few = [[n for n in lens if n <= WIDE_LONGEST] for lens in (q_lens, kv_lens)]

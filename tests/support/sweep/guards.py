@@ -3,7 +3,8 @@
 Blocks are as small as the code allows, so that problems of 100 × 100 have several blocks in each loop. There is a gap
 behind each array of scratch memory, and AddressSanitizer and UndefinedBehaviorSanitizer end the process at the first
 wrong access or undefined operation. On a processor without AVX-512, the compiler makes the code for 16 lanes of
-narrower vectors. The level `amx` is the code for AMX with the tile instructions in C, on every processor.
+narrower vectors. The level `amx` is the code for AMX with the tile instructions in C, on every processor; `avx512bf16`
+is the same code with the products of AVX512-BF16, on processors that have it.
 
 A build takes about 70 s of processor time. Its files are kept in build/guards, by the checksums of what they are made
 from.
@@ -24,10 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashpoint_kernels.native import build
+from flashpoint_kernels.native import build, switches
 
 KEPT = Path(__file__).parents[3] / "build" / "guards"
 MOST = 120  # files kept
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 FLAGS = (
     "-std=gnu11", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror",
     "-Wno-psabi",
@@ -57,38 +59,43 @@ class Blocks(NamedTuple):
 
 # A chunk has two blocks, so that a softmax goes on from block to block. In the gradient of AMX, a block has three
 # strips of 32 queries: with two, a fault between strips once stayed hidden.
+_TILES = Blocks({"BLOCK": 64, "CHUNK": 128}, {"KEYS": 32, "QUERIES": 96}, 80, 16, 96)
 _NARROW = Blocks({"BLOCK": 32, "STRIP": 12, "CHUNK": 64}, {"KEYS": 32, "QUERIES": 12}, 40, 10, 24)
 SMALL = {
     "avx2": _NARROW,
     "generic": _NARROW,
     "avx512": _NARROW._replace(forward={"BLOCK": 64, "STRIP": 12, "CHUNK": 128}),
-    "amx": Blocks({"BLOCK": 64, "CHUNK": 128}, {"KEYS": 32, "QUERIES": 96}, 80, 16, 96),
+    "avx512bf16": _TILES,
+    "amx": _TILES,
 }
 USUAL = {level: Blocks({"CHUNK": 1024}, {"QUERIES": 128}, 384, 96, 2048) for level in SMALL}
 
 
 def levels() -> tuple[str, ...]:
     """Return the levels of a guarded build on this machine."""
-    return tuple(SMALL) if platform.machine() in build.LEVELS else ("generic", "amx")
+    if platform.machine() not in build.LEVELS:
+        return ("generic", "amx")
+    return tuple(level for level in SMALL if level != "avx512bf16" or _has("avx512_bf16"))
 
 
 def options_of(level: str) -> list[str]:
-    """Return the compiler's options for one level. Level `avx512` also computes what the tiles of `amx` leave to it."""
+    """Return the compiler's options for one level. `avx512` also computes what the levels with tiles leave to it."""
     sets = build.LEVELS.get(platform.machine(), {})
     options = [f"-DISA={level}"]
     if level == "amx":
         options.append("-DTILES_IN_C")
     if level in ("avx512", "amx"):
-        return [*options, *(sets["avx512"].split() if _has_avx512() else ["-DLANES_16", *sets.get("avx2", "").split()])]
+        return [*options, *(sets["avx512"].split() if _has(*AVX512) else ["-DLANES_16", *sets.get("avx2", "").split()])]
     return [*options, *sets.get(level, "").split()]
 
 
-def _has_avx512() -> bool:
+def _has(*names: str) -> bool:
+    """Return whether the processor has these instruction sets, by Linux's names."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    return all(f" {name}" in flags for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+    return all(f" {name}" in flags for name in names)
 
 
 def library(level: str, small: bool = True, flags: tuple[str, ...] = GUARDS, folder: Path = build.HERE) -> Path:
@@ -114,10 +121,10 @@ def library(level: str, small: bool = True, flags: tuple[str, ...] = GUARDS, fol
 
 
 def _jobs(of: str, small: bool, flags: tuple[str, ...], checksum: int) -> list[list[str]]:
-    """Return the command of each object file, without the file's name. `amx` leaves some problems to `avx512`."""
+    """Return the command of each object file, without the file's name."""
     jobs = []
     for kernel in build.KERNELS:
-        for level in ("avx512", "amx") if of == "amx" else (of,):
+        for level in ("avx512", of) if of in switches.BFLOAT16 else (of,):
             macros = getattr(SMALL[level], kernel) if small else {}
             sizes = [f"-D{name}={size}" for name, size in macros.items()]
             jobs.append(["gcc", *FLAGS, *flags, *options_of(level), *sizes, "-c", f"{kernel}.c"])
