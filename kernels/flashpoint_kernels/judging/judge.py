@@ -34,6 +34,7 @@ from flashpoint_kernels.judging.signatures import UnusableError
 from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial
 
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
+_FOR_THE_CAUSE = 0.1  # fraction of the time limit that is kept for finding the cause of failures
 _INTERPRETED = "Triton's interpreter computes with the bit patterns of bfloat16"
 REPEATS, QUICK_REPEATS = 12.0, 1.5  # seconds for calls that are repeated with the same inputs
 AHEAD = 6  # number of coming cases whose exact answers are computed while the function runs
@@ -187,6 +188,7 @@ class _Judgement:
 
     def run(self, only: Mapping[str, Any] | None, save: Path | None) -> Report:
         trial = self.trial
+        trial.clock.kept = _FOR_THE_CAUSE * trial.clock.seconds
         try:
             if self.find_layout:
                 self.recognise()
@@ -201,6 +203,7 @@ class _Judgement:
                 self.relate()
         except StopError as error:
             self.skip("relations", str(error))
+        trial.clock.kept = 0.0
         self.settle()
         self.refusals()
         failed = [o for o in self.outcomes if o.failed]

@@ -172,7 +172,7 @@ def command(trial: Trial, smallest: Outcome | None, name: str, whole: list[str],
     """
     if smallest is None or ":" not in name or "<" in name:
         return None
-    parts = ["flashpoint", "verify", "--kernel", name]
+    parts = [*(["TRITON_INTERPRET=1"] if trial.interpreted else []), "flashpoint", "verify", "--kernel", name]
     if _alone(trial, smallest):
         fields = {n: v for n, v in smallest.fields.items() if n != "layout"}
         parts += ["--case", json.dumps(fields, separators=(",", ":"))]

@@ -11,6 +11,11 @@ import torch
 
 import flashpoint_kernels
 from flashpoint.cases import read_case
+from flashpoint_kernels.judging import shrinking
+from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.judging.process import Worker
+from flashpoint_kernels.judging.signatures import signature_of
+from flashpoint_kernels.judging.trial import Clock, Trial
 from tests.judge.corpus import WRONG
 from tests.judge.small import judged, late
 
@@ -32,6 +37,22 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
     again = flashpoint_kernels.judge(late, only=case)
     assert (again.verdict, again.cases) == ("wrong", 1)
     assert again.failures[0].error == report.smallest.error
+
+
+def test_the_command_of_an_interpreted_kernel_sets_the_interpreter() -> None:
+    worker = Worker(f"{late.__module__}:{late.__name__}", "cpu")
+    trial = Trial(worker, signature_of(worker.start()), Clock(1e9), precision="ieee", timeout=60.0, nan_rows=False)
+    try:
+        failed = trial.run(Case(q_len=20, kv_len=20, seed=3))
+        plain = shrinking.command(trial, failed, "m:f", [], guessed=False)
+        trial.interpreted = True
+        interpreted = shrinking.command(trial, failed, "m:f", [], guessed=False)
+    finally:
+        trial.close()
+        worker.close()
+    assert plain is not None
+    assert plain.startswith("flashpoint verify --kernel m:f --case ")
+    assert interpreted == f"TRITON_INTERPRET=1 {plain}"
 
 
 @pytest.mark.slow

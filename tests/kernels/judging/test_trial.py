@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,34 @@ def test_one_wrong_number_is_located(trial: Trial) -> None:
     assert failure.error == pytest.approx(0.5, abs=1e-3)
     assert "head 0 of 2; row 0 of 9; column 5 of 16" in failure.where
     assert failure.case == CASE.to_dict()
+
+
+def never_returns_for_many_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.shape[2] > 10:
+        threading.Event().wait()
+    return right(q, k, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", [never_returns_for_many_queries], indirect=True)
+def test_a_call_that_the_end_of_the_judgement_cuts_is_no_hang(trial: Trial) -> None:
+    trial.clock.seconds = trial.clock.spent + 2.0
+    hung = trial.run(replace(CASE, q_len=11))  # no call has returned yet, so nothing shows that the function can
+    assert (hung.status, hung.facts["ended"]) == ("ended", "hang")
+    trial.clock.seconds = 1e9
+    assert not trial.run(CASE).failed
+    trial.clock.seconds = trial.clock.spent + 2.0
+    with pytest.raises(StopError, match="there was no time left"):
+        trial.run(replace(CASE, q_len=11))
+
+
+@pytest.mark.parametrize("trial", [right], indirect=True)
+def test_the_time_that_is_kept_for_later_work_is_not_left(trial: Trial) -> None:
+    trial.clock.kept = 1e9
+    with pytest.raises(StopError, match="there was no time left"):
+        trial.run(CASE)
+    trial.clock.kept = 0.0
+    assert not trial.run(CASE).failed
 
 
 @pytest.mark.parametrize("trial", [right], indirect=True)

@@ -96,6 +96,7 @@ def pattern(left: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause:
     hit = [o for o in left if o.relation == "accuracy"] or list(left)
     wanted = {id(o) for o in hit}
     features = [({id(o) for o in known if has(o.case)}, text) for has, text in (*_OF_VALUES, *_OF_CALLS)]
+    features = [(having, text) for having, text in features if len(having) < len(known)]  # what all have tells nothing
     best = (0.55, "")
     for n, (having, text) in enumerate(features):
         for also, more in (({id(o) for o in known}, ""), *features[n + 1 :]):

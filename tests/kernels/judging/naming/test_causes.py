@@ -8,6 +8,7 @@ from torch import Tensor
 
 import flashpoint_kernels
 from tests.judge.corpus import RIGHT, WRONG
+from tests.judge.small import judged
 
 
 @pytest.mark.slow
@@ -28,6 +29,22 @@ def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
     report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32", seed=0)
     assert report.verdict == "wrong"
     assert [cause.confirmed for cause in report.causes] == [False]
+
+
+def forward_with_noise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return a right answer for large inputs, and noise on it for others. It has no gradient."""
+    if q.requires_grad:
+        raise NotImplementedError("forward only")
+    o = RIGHT["formula_in_float32"](q, k, v)
+    noise = torch.arange(o.numel(), dtype=torch.float64).mul(1.7).sin().mul(0.5).view(o.shape)
+    return o + noise.to(o.dtype) * bool(q.abs().max() < 6)
+
+
+def test_a_cause_does_not_name_what_all_judged_calls_have() -> None:
+    report = judged(forward_with_noise)
+    assert report.verdict == "wrong"
+    assert report.causes
+    assert all("no gradients are requested" not in cause.text for cause in report.causes)
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
