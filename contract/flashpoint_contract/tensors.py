@@ -322,7 +322,7 @@ def check_dtypes(tensors: Mapping[str, TensorInfo], direction: Direction) -> Non
     for name, info in tensors.items():
         row = TENSORS[name]
         if row.like_q and name != "q":
-            if info.dtype != dtype and not (forward and info.dtype in row.quantized):
+            if info.dtype != dtype and dtype in TENSORS["q"].dtypes and not (forward and info.dtype in row.quantized):
                 errors.append((name, f"dtype {info.dtype} must be q's, {dtype}"))
         elif info.dtype not in row.dtypes:
             errors.append((name, f"dtype {info.dtype} must be {_or(row)}"))

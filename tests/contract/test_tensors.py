@@ -42,6 +42,7 @@ def test_pages_replace_the_sequences_of_keys_alone():
     ("change", "fields"),
     [
         ({"k": "float16"}, ["k"]),
+        ({"q": "int32"}, ["q"]),
         ({"v": "int8"}, ["v", "v_scale"]),
         ({"k": "int8", "v": "int8"}, ["k_scale", "v_scale"]),
         ({"k_scale": "float32"}, ["k_scale"]),

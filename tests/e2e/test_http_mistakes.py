@@ -20,7 +20,7 @@ FIELDS = [
     ({"mask": [[True]]}, "mask: unknown option or tensor; did you mean attn_mask?"),
     ({"causal": 1}, "causal: must be true or false"),
     ({"causal": "true"}, "causal: must be true or false"),
-    ({"window": 3}, "window: must be a list"),
+    ({"window": 3}, "window: must be two integers [left, right], each -1 (no bound) or 0 to 2^30"),
     ({"scale": "big"}, "scale: must be a number"),
     ({"dropout_p": 1.5}, "dropout_p: must be less than 1"),
     ({"layout": "bhds"}, "layout: must be 'bhsd', 'bshd' or 'thd'"),

@@ -57,7 +57,7 @@ def pack(name: str, value: Any) -> Packed:
         )
         if number:
             kinds = f"{'an integer' if name in INDEX_TENSORS else 'a number'}, {kinds}"
-        raise invalid(name, f"must be {kinds}, not {type(value).__name__}")
+        raise invalid(name, "is missing" if value is None else f"must be {kinds}, not {type(value).__name__}")
     if value.dtype.name not in ITEMSIZE:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")
     if not value.dtype.isnative:

@@ -27,6 +27,7 @@ from flashpoint._calls.service import (
 from flashpoint.errors import ProtocolError, invalid
 from flashpoint_contract import wire
 from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.wording.hints import did_you_mean
 
 
 class Described(NamedTuple):
@@ -53,6 +54,9 @@ class AnyCache(HeldCache):
             self.bytes: int = described["bytes"]
         except (KeyError, TypeError) as error:
             raise ProtocolError(f"the answer describes no cache: {error}") from None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, layers={self.layers}, length={self.length})"
 
     @property
     def length(self) -> int:
@@ -81,7 +85,8 @@ def create(shape: Mapping[str, Any], count: int = 1) -> Call[list[Described]]:
     """Return the call that makes caches and returns their descriptions."""
     options = dict(shape)
     if unknown := [name for name in options if name not in CacheSizes.__annotations__]:
-        raise invalid(unknown[0], "is not an option of a cache")
+        known = CacheSizes.__annotations__
+        raise invalid(unknown[0], f"is not an option of a cache{did_you_mean(unknown[0], known)}")
     affinity = Affinity()
     if isinstance(beside := options.get("beside"), AnyCache):
         options["beside"], affinity = beside.id, beside.affinity

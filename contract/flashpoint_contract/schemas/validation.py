@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from flashpoint_contract import caches, saved
 from flashpoint_contract.caches import CACHE_OPTIONS
-from flashpoint_contract.options import CausalAlignment, FieldProblem
+from flashpoint_contract.options import OPTIONS, CausalAlignment, FieldProblem, Pair
 from flashpoint_contract.saved import SAVED_OPTIONS
 from flashpoint_contract.schemas.shapes import Shape
 from flashpoint_contract.tensors import TENSORS
@@ -91,6 +91,8 @@ def _say(error: Any, hints: Mapping[str, str]) -> str:
         return hints.get(str(place[0]), "unknown option or tensor")
     if place == ("causal",) and error["input"] in ALIGNMENTS:
         return f"{said(error)}; causal_alignment takes {error['input']}"
+    if error["type"] == "tuple_type" and place[-1] in OPTIONS and isinstance(kind := OPTIONS[place[-1]].kind, Pair):
+        return kind.message
     return said(error)
 
 

@@ -106,6 +106,11 @@ def main(start: Callable[[str], ComputeDevice] | None = None) -> int:
         log.warning("the backend cpu is not available", reason=about.no_kernels)
     if about.no_gpu:
         log.warning("no GPU", reason=about.no_gpu)
+    if arguments.cache_bytes > about.memory:
+        log.warning(
+            "--cache-bytes is more than the memory", cache_bytes=arguments.cache_bytes, memory=about.memory,
+            device=about.name, advice="set --cache-bytes to what the caches may use of it",
+        )  # fmt: skip
     loop.run()
     return 0
 

@@ -30,6 +30,7 @@ def test_a_cache_is_made_with_its_sizes_and_later_calls_name_its_replica(scripte
     assert json.loads(body) == {"layers": 2, "kv_heads": 2, "keep": [4, None], "beside": None, "count": 1}
     assert headers["Idempotency-Key"]
     assert (cache.id, cache.length, cache.bytes, cache.replica) == ("c1", 3, 96, "r7")
+    assert repr(cache) == "Cache('c1', layers=2, length=3)"
     scripted.script.append(says(CACHE | {"lengths": [9, 9]}))
     cache.refresh()
     assert cache.lengths == [9, 9]
@@ -72,7 +73,7 @@ def test_an_answer_that_describes_no_cache_is_a_protocol_error(scripted, connect
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"kvheads": 1}, "kvheads: is not an option of a cache"),
+        ({"kvheads": 1}, "kvheads: is not an option of a cache; did you mean kv_heads"),
         ({"ttl_s": float("nan")}, "ttl_s: must be text, finite numbers or lists of them"),
         ({"dtype": object}, "dtype: must be text"),
     ],

@@ -19,7 +19,7 @@ CALLS = [
     ({"causal": "yes"}, "causal: must be true or false"),
     ({"layout": "bhds"}, "layout: must be 'bhsd', 'bshd' or 'thd'"),
     ({"scale": "big"}, "scale: must be a number"),
-    ({"window": 3}, "window: must be a list"),
+    ({"window": 3}, "window: must be two integers [left, right], each -1 (no bound) or 0 to 2^30"),
     ({"window": (3,)}, "window: item 2 is missing"),
     ({"dropout_p": 1.5}, "dropout_p: must be less than 1"),
     ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'cpu', 'torch', 'tiled' or 'reference'"),
@@ -42,6 +42,12 @@ def test_a_mistake_in_a_call_is_refused_before_anything_is_sent(keywords, messag
     with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as error:
         client.attention(Q, Q, Q, **keywords)
     assert message in str(error.value)
+
+
+def test_a_call_without_v_says_what_is_missing():
+    with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as error:
+        client.attention(Q, Q)
+    assert str(error.value) == "v: is missing"
 
 
 def test_an_unknown_keyword_is_compared_with_those_of_its_call():

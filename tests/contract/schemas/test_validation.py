@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from flashpoint import BenchmarkRequest, VerifyRequest
+from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.schemas.validation import field_problems
 
 DRAWN = {"shape": {"q_len": 16, "head_dim": 8}}
@@ -17,7 +18,7 @@ ONE_OF = "must be 'dq', 'dk', 'dv', 'dattn_mask' or 'dsinks'"
 @pytest.mark.parametrize(
     ("model", "change", "message"),
     [
-        (VerifyRequest, {"window": 5}, [("window", "must be a list")]),
+        (VerifyRequest, {"window": 5}, [("window", OPTIONS["window"].kind.message)]),
         (VerifyRequest, {"window": [1]}, [("window", "item 2 is missing")]),
         (VerifyRequest, {"window": [1, 2, 3]}, [("window", "takes 2 at most, not 3")]),
         (VerifyRequest, {"window": [-2, 0]}, [("window", "must be greater than or equal to -1")]),

@@ -30,6 +30,16 @@ def test_every_thread_of_an_engine_leaves_the_cores_to_http_first(server):
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {http + NICENESS}
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="its figure of memory is this machine's")
+def test_caches_that_may_take_more_than_the_memory_are_a_warning_with_both_figures(start_server, server):
+    roomy = start_server(cache_bytes="90000GiB")
+    line = roomy.wait_for_line(lambda line: line["event"] == "--cache-bytes is more than the memory")
+    assert line["level"] == "warning"
+    assert line["cache_bytes"] == 90_000 << 30
+    assert line["memory"] == server.get("/info")[1]["device"]["memory"]
+    assert not [line for line in server.lines if line["event"].startswith("--cache-bytes")]
+
+
 def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
     """If an engine is killed, its running request gets 503 and its benchmark fails; the next engine runs all others."""
     server, engine = gated.server, gated.server.engine_pid
