@@ -29,17 +29,30 @@ def traffic(url: str, over: threading.Event) -> None:
             client.attention(q, k, v, causal=True)
 
 
+def answered(page: Page) -> None:
+    """Wait for the playground's result."""
+    expect(page.locator("#playground .board .readout")).to_contain_text("weight", timeout=PATIENCE)
+
+
 def prepared(page: Page) -> None:
     """Run a verification and a benchmark on the page, wait for the playground's result, then wait half a minute."""
-    playground = page.locator("#playground")
     page.locator("#verify form").get_by_role("button", name="Verify").click()
     expect(page.locator("#verify .said")).to_contain_text("Right", timeout=PATIENCE)
     page.locator("#benchmark [name=backends]").fill("naive, tiled, cpu, sdpa_flash")
     page.locator("#benchmark form").get_by_role("button", name="Start").click()
     expect(page.locator("#benchmark .said")).to_contain_text("Done", timeout=PATIENCE)
     expect(page.locator("#benchmark canvas")).to_be_visible(timeout=PATIENCE)
-    expect(playground.locator(".readout")).to_contain_text("weight", timeout=PATIENCE)
+    answered(page)
     page.wait_for_timeout(30_000)
+
+
+def differentiated(page: Page) -> None:
+    """Ask for the gradients of o[8, 8], which belongs to the query "it"."""
+    answered(page)
+    outputs = page.locator("#playground [data-part=o]")
+    for key in (*["ArrowDown"] * 8, *["ArrowRight"] * 8, "Enter"):
+        outputs.press(key)
+    expect(page.locator("#playground .gradients .told")).to_contain_text("the gradients of o[8, 8]", timeout=PATIENCE)
 
 
 def take(page: Page, name: str, section: str, width: int, height: int, **how: Any) -> None:
@@ -62,6 +75,9 @@ def main(url: str) -> None:
             prepared(page)
             take(page, "light", "body", 1280, 1080)
             take(page, "phone", "#playground .answer", 390, 844)
+            page.set_viewport_size({"width": 1280, "height": 900})
+            differentiated(page)
+            page.locator("#playground .gradients").screenshot(path=IMAGES / "page-gradients.png")
             page.emulate_media(color_scheme="dark", reduced_motion="reduce")
             take(page, "dark", "#benchmark", 1280, 900)
             browser.close()

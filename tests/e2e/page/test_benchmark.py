@@ -48,7 +48,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     (chart,) = drawn(page, "#benchmark .charts > div")
     assert (chart["title"], chart["lost"]) == ("Roofline: forward · float32", [])
     points = [value for name in ("naive", "cpu") for value in chart["lines"][name] if value is not None]
-    assert sorted(points) == sorted(row["tflops"] for row in job["rows"])
+    assert sorted(points) == sorted(row["tflops"] for row in job["rows"] if not (row["roofline_percent"] or 0) > 100)
     assert max(chart["lines"]["measured roof"]) == job["environment"]["peaks"]["float32"]["tflops"]
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save as SVG").click()
@@ -63,11 +63,12 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     expect(page.locator("#playground-title")).to_be_in_viewport()
 
 
-def show_rows(page, rows):
+def show_rows(page, rows, peaks=None):
     """Show a benchmark that has ended with these rows: the page follows the events of its address."""
     whole = [BenchmarkRow.model_validate(row).model_dump(mode="json") for row in rows]
     at = {"at": "2026-01-01T00:00:00Z"}
-    events = [{"kind": "row", "done": n, "total": len(rows), "row": row} for n, row in enumerate(whole, 1)]
+    events = [{"kind": "device", "environment": {"peaks": peaks or {}}}]
+    events += [{"kind": "row", "done": n, "total": len(rows), "row": row} for n, row in enumerate(whole, 1)]
     events += [{"kind": "state", "state": "done", "error": None, **at}]
     frames = [f"id: {n}\nevent: {event['kind']}\ndata: {json.dumps(event)}\n\n" for n, event in enumerate(events, 1)]
     page.route("**/events", lambda route: route.fulfill(body="".join(frames), content_type="text/event-stream"))
@@ -92,6 +93,20 @@ def test_a_figure_that_cannot_be_trusted_says_why_and_a_skipped_case_has_no_row(
     assert "407" not in page.locator("#benchmark .result").inner_text()
     show_rows(page, [row("naive", 128)])
     expect(page.locator("#benchmark .marks")).to_be_hidden()
+
+
+def test_the_roofline_has_no_point_above_the_roof(page):
+    peaks = {"float32": {"tflops": 1.0, "gb_per_s": 100.0}}
+    below = row("tiled", 128, roofline_percent=50.0, arithmetic_intensity=20.0, tflops=0.5)
+    over = row("naive", 128, roofline_percent=300.0, arithmetic_intensity=5.0, tflops=1.5)
+    show_rows(page, [below, over], peaks)
+    page.get_by_label("Roofline", exact=True).check()
+    (chart,) = drawn(page, "#benchmark .charts > div")
+    assert set(chart["lines"]) == {"measured roof", "tiled"}
+    assert [value for value in chart["lines"]["tiled"] if value is not None] == [0.5]
+    expect(page.locator("#benchmark .marks li")).to_contain_text("The roofline has no point for it.")
+    show_rows(page, [over], peaks)
+    expect(page.locator("#benchmark .caption")).to_have_text("Roofline: no row has figures for it.")
 
 
 def test_nothing_is_cut_off_at_1280_pixels(page):

@@ -220,6 +220,14 @@ def attention(request, q, k, v):
     return logits.softmax(2)[..., :-1] @ v
 
 
+def test_the_program_of_the_pictures_in_the_docs_finds_the_playgrounds_parts(page):
+    from docs.make_screenshots import differentiated
+
+    settled(page)
+    differentiated(page)
+    expect(page.locator("#playground .derived")).to_be_visible()
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"q_len": 6, "kv_len": 9, "kv_heads": 2, "sink": 0.5, "softcap": 2, "slope": 0.5}, id="options")],

@@ -11,7 +11,8 @@ const MARK = "#benchmark=";
 // Marks of figures, with their meaning, and the rows that have them.
 const MARKS = [
   ["(over): the time is below what the measured peaks allow, so its share of the roof means nothing: its data stayed in" +
-    " processor caches, or other programs ran while the peaks were measured.", (row) => row.roofline_percent > 100],
+    " processor caches, or other programs ran while the peaks were measured. The roofline has no point for it.",
+  (row) => row.roofline_percent > 100],
   ["(busy): other programs used the cores: measure again when nothing else runs.", (row) => row.busy],
   ["(low): the memory is below what the algorithm must hold: the process reused memory that it had.", (row) => row.peak_bytes_low],
 ];
@@ -148,7 +149,7 @@ function ended(text, verdict = "") {
 function show() {
   const { value, parentElement } = choice.querySelector("input:checked");
   const drawn = plot(figures, value, rows, peaks);
-  caption.textContent = drawn ? "" : `${parentElement.textContent.trim()}: no row has figures for it yet.`;
+  caption.textContent = drawn ? "" : `${parentElement.textContent.trim()}: no row has figures for it.`;
 }
 
 // Save the chart as an SVG. It is fetched, not linked, because it may need a key.

@@ -128,8 +128,9 @@ function whisker(chart, context, colour, { kv_len, ms_p20, ms_p80 }) {
 }
 
 // A chart for each data type, forward and backward apart: FLOP/s over FLOPs a byte, below the device's measured roof.
+// A row above the roof has no point: its share of the roof means nothing.
 function rooflines(rows, peaks = {}) {
-  const sides = rows.map((row) => ({ ...row, side: row.direction === "forward" ? "forward" : "with the backward" }));
+  const sides = rows.filter(({ roofline_percent }) => !(roofline_percent > 100)).map((row) => ({ ...row, side: row.direction === "forward" ? "forward" : "with the backward" }));
   const known = grouped(sides, ["dtype", "side"]).filter(([{ dtype }]) => peaks[dtype]);
   return known.map((members) => roofline(members, peaks[members[0].dtype]));
 }
