@@ -37,6 +37,14 @@ def test_a_cache_is_made_with_its_sizes_and_later_calls_name_its_replica(scripte
     assert scripted.requests[-1][2]["X-Flashpoint-Replica"] == "r7"
 
 
+def test_a_cache_beside_another_is_asked_for_at_the_replica_of_the_other(scripted, cache):
+    scripted.script.append(says({"caches": [CACHE | {"id": "c2"}]}, 201))
+    with flashpoint.Client(scripted.url, retries=0) as client:
+        assert client.cache(layers=2, beside=cache).replica == "r7"
+    _, path, headers, body = scripted.requests[-1]
+    assert (path, headers["X-Flashpoint-Replica"], json.loads(body)["beside"]) == ("/caches", "r7", "c1")
+
+
 def test_new_tokens_are_sent_as_a_message_and_the_length_is_taken(scripted, cache):
     scripted.script.append(says({"length": 5}))
     k, v = np.ones((2, 3, 4), np.float32), np.zeros((2, 3, 6), np.float32)

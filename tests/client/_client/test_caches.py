@@ -45,6 +45,8 @@ def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(shared_serv
         draft = cache.fork()
         cache.truncate(5)
         assert (cache.lengths, draft.lengths) == ([5, 5], [9, 64])
+        cache.attention(q[:, :, :2], k[:, :, 5:7], v[:, :, 5:7], layer=1)
+        assert cache.lengths == [5, 7]
         both = alice.attention(q[:, :, :1].repeat(2, 1, 1, 1), caches=[cache, draft])
         for n, length in enumerate((5, 9)):
             expected = attention(q[:, :, :1], k[:, :, :length], v[:, :, :length])

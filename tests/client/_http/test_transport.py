@@ -87,4 +87,4 @@ def test_a_client_closed_under_a_call_lets_it_end_and_keeps_nothing(raw):
     closed.set()
     thread.join()
     assert np.array_equal(results[0], Q)
-    wait_for(lambda: server.closed == 1, lambda: "the connection stays open")
+    wait_for(lambda: server.closed == 1, lambda: "the connection stays open", seconds=PATIENCE)

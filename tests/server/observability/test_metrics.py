@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import psutil
 
+from flashpoint_kernels.native import switches
 from flashpoint_server.ipc.messages import Batch, Done, Holding
 from flashpoint_server.observability.metrics import Metrics
 from tests.support.messages import JSON, PATIENCE, message, normal, post, read_metrics
@@ -37,6 +38,14 @@ OLDEST = "flashpoint_queue_oldest_seconds"
 
 
 AS_JSON = json.dumps({"q": [[1, 0]], "k": [[1, 0]], "v": [[1, 2]]}).encode()
+
+
+def test_kernels_that_are_off_are_shown_with_the_reason():
+    metrics = Metrics()
+    metrics.kernels_off("0", {"avx512": switches.SETTING, "tiled": "the check at the engine's start: it is wrong"})
+    (off,) = (metric for metric in metrics.registry.collect() if metric.name == "flashpoint_kernels_off")
+    shown = {(sample.labels["kernel"], sample.labels["by"]): sample.value for sample in off.samples}
+    assert shown == {("avx512", "setting"): 1, ("tiled", "check"): 1}
 
 
 def test_ready_is_what_the_health_check_says(server):

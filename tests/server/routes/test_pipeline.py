@@ -16,7 +16,8 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.routes.pipeline import deadline_of, submit
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.routes.pipeline import deadline_of, submit, write
 from tests.support.constant_answers import given_up, wide
 from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem, small
 from tests.support.servers import wait_for
@@ -48,6 +49,13 @@ def test_a_deadline_is_the_callers_up_to_the_longest_and_else_the_servers(asked,
     before = time.monotonic()
     deadline = deadline_of({} if asked is None else {"x-timeout-ms": asked}, settings)
     assert before + seconds <= deadline <= time.monotonic() + seconds
+
+
+def test_an_answer_that_is_ready_after_its_deadline_is_refused():
+    """The deadline may pass while an answer is encoded, after the engine has computed it in time."""
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(write(SimpleNamespace(), SimpleNamespace(late=True), SimpleNamespace(), [], {}))
+    assert refused.value.code == "deadline_exceeded"
 
 
 KEY = {"authorization": "Bearer all"}

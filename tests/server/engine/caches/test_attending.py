@@ -178,16 +178,17 @@ def test_calls_over_forks_have_the_bits_of_each_call_alone_in_any_history(exampl
 def test_a_call_after_tokens_were_dropped_reads_those_that_are_left() -> None:
     """The write that drops the first chunk needs no new one: the last has room."""
     forks = Forks("float32", 2, 16, 16, keep=100)
-    root, q = forks.create(CHUNK + 100), normal(1, 4, 1, 16)
-    for count in (20, 1, 1):
-        forks.write(root, count)
-        (cache,) = forks.store.find(ALICE, [root])
-        track = cache.tracks[0]
-        k, v = (torch.cat([piece[n] for piece in track.pieces(CHUNK, track.length)], 2) for n in (1, 2))
+    root, q = forks.create(CHUNK + 120), normal(1, 4, 1, 16)
+    (cache,) = forks.store.find(ALICE, [root])
+    for first in (0, CHUNK):
+        assert cache.tracks[0].first == first
+        k, v = (
+            torch.cat([piece[n] for piece in cache.tracks[0].pieces(CHUNK, cache.tracks[0].length)], 2) for n in (1, 2)
+        )
         (answer,), _ = forks.answers([forks.call([root], q, window=(50, 0), causal=True)])
         right = attention(q, k, v, window=(50, 0), causal=True, backend="reference")
         torch.testing.assert_close(answer["o"], right, rtol=5e-6, atol=5e-6)
-    assert track.first == CHUNK
+        forks.write(root, 1)
 
 
 def test_forks_of_forks_read_each_chunk_once() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
+import torch
+
 from tests.support.caches import (
     HK,
     HQ,
@@ -37,6 +39,19 @@ from tests.support.servers import wait_for
 def hurt(start_server, tmp_path_factory):
     """Start a server for the tests that kill its engine or change its API keys."""
     return started(start_server, tmp_path_factory)
+
+
+def test_an_exported_layer_says_which_of_its_tokens_are_left(cache_server):
+    (one,), k, v = created(cache_server, keep=[100, None]), *kv(1135, 3)
+    for some in (slice(0, 1130), slice(1130, 1135)):
+        for layer in range(LAYERS):
+            assert appended(cache_server, one, k[:, :, some], v[:, :, some], layer=layer).status == 200
+    for layer, first in enumerate((1024, 0)):
+        answer = ask(cache_server, f"/caches/{one}/tensors?layer={layer}", **bearer("alice"))
+        assert answer.metadata == {"first": str(first), "length": "1135"}
+        assert torch.equal(answer.tensors["k"], k[:, :, first:])
+        assert torch.equal(answer.tensors["v"], v[:, :, first:])
+    posted(cache_server, "/caches/delete", {"caches": [one]})
 
 
 def test_ids_of_others_and_guessed_ones_are_not_found(cache_server):
