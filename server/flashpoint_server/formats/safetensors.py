@@ -105,12 +105,12 @@ class Safetensors(Format):
     async def write(
         self, plan: Plan, staging: Staging, metadata: Mapping[str, Any], body: RequestBody, codec: Codecs
     ) -> list[Part]:
-        views = staging.views({name: staging.outputs[name] for name in plan.answers}).values()
+        views = staging.views(staging.outputs)
         tensors = tuple((name, info.dtype, info.shape) for name, info in plan.answers.items())
         items = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in metadata.items())
         make = _head if _NEW.isdisjoint(metadata) else _head.__wrapped__
         head = make(tensors, items)
-        return [head, *(view for view in views if len(view))]
+        return [head, *(views[name] for name in plan.answers if len(views[name]))]
 
 
 _NEW = frozenset(("saved", "dropout_seed"))  # what an answer's head has that differs in each answer

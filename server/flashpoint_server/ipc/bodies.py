@@ -5,6 +5,7 @@ A body is sent to the engine inside a `Submit` (messages.py). Its type decides h
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -13,16 +14,25 @@ import msgspec
 from flashpoint_contract.options import Direction, Options
 
 encode = msgspec.msgpack.Encoder().encode
+SLOT = -1  # in the place of a segment's number: the slot of a request, which it does not have yet
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in shared memory: in row-major order, from byte `offset` of `segment` (a number, see messages.py)."""
+    """A tensor in shared memory: in row-major order, from byte `offset` of `segment` (a number, see messages.py).
+
+    In a layout, which many requests share, `segment` is SLOT, and `offset` counts from the start of a request's slot.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     segment: int
     offset: int
+
+
+def with_shapes(tensors: Iterable[PlacedTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[PlacedTensor]:
+    """Return the tensors with other shapes of at most as many elements, by name."""
+    return [PlacedTensor(t.name, t.dtype, shapes.get(t.name, t.shape), t.segment, t.offset) for t in tensors]
 
 
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):

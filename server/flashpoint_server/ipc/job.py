@@ -57,7 +57,7 @@ class Job:
     ) -> Job:
         """Return the job of a request. `deadline` is as in `Submit`; `here` are the fields that stay here."""
         slot = staging.slot
-        inputs, outputs = staging.described(staging.inputs), staging.described(staging.outputs)
+        inputs, outputs = staging.inputs, staging.outputs
         number, rank = -1, 0.0  # until the job is sent
         message = Submit(
             number, request_id, body, slot.segment.number, inputs, outputs, slot.mark_at, *price, rank, deadline

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE, TensorInfo
-from flashpoint_server.ipc.bodies import PlacedTensor
+from flashpoint_server.ipc.bodies import SLOT, PlacedTensor
 from flashpoint_server.ipc.counts import Counts
 from flashpoint_server.ipc.regions import SEGMENT_NUMBERS, Region
 from flashpoint_server.refusal import Refusal
@@ -93,10 +93,6 @@ class Slot:
     @mark.setter
     def mark(self, value: bool) -> None:
         self.segment.view[self.mark_at] = value
-
-    def view(self, start: int, size: int) -> memoryview:
-        """Return `size` bytes of the slot from `start`."""
-        return self.segment.view[self.offset + start : self.offset + start + size]
 
     def hold(self) -> Slot:
         """Add a holder, which must call `release` once."""
@@ -237,16 +233,6 @@ def aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-class Place(NamedTuple):
-    """The location of a tensor: `size` bytes from `start` in the slot, or in the caller's `region`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    size: int
-    region: Region | None = None
-
-
 class Layout(NamedTuple):
     """The locations of a request's tensors: inputs in the order of their bytes, then outputs.
 
@@ -255,8 +241,8 @@ class Layout(NamedTuple):
     share layouts, so a layout must not be changed.
     """
 
-    inputs: Mapping[str, Place]
-    outputs: Mapping[str, Place]
+    inputs: tuple[PlacedTensor, ...]
+    outputs: tuple[PlacedTensor, ...]
     end: int
     size: int
     nbytes: int
@@ -273,19 +259,19 @@ class Layout(NamedTuple):
         """Lay out the inputs, in this order, and the outputs. Tensors in `elsewhere` need no memory in the slot."""
         end = nbytes = 0
 
-        def place(name: str, info: TensorInfo) -> Place:
+        def place(name: str, info: TensorInfo) -> PlacedTensor:
             nonlocal end, nbytes
             size = math.prod(info.shape) * ITEMSIZE[info.dtype]
             nbytes += size
             if name in elsewhere:
                 region, start = elsewhere[name]
-                return Place(info.dtype, info.shape, start, size, region)
+                return PlacedTensor(name, info.dtype, info.shape, region.number, start)
             start, end = end, aligned(end + size)
-            return Place(info.dtype, info.shape, start, size)
+            return PlacedTensor(name, info.dtype, info.shape, SLOT, start)
 
-        placed = {name: place(name, info) for name, info in inputs}
-        answers = {name: place(name, info) for name, info in outputs.items()}
-        shapes = {name: list(one.shape) for name, one in placed.items()}
+        placed = tuple([place(name, info) for name, info in inputs])
+        answers = tuple([place(name, info) for name, info in outputs.items()])
+        shapes = {t.name: list(t.shape) for t in placed}
         regions = tuple({region for region, _ in elsewhere.values()})
         return cls(placed, answers, end, size_class(end), nbytes, shapes, regions)
 
@@ -298,8 +284,8 @@ class Staging:
     """
 
     slot: Slot
-    inputs: Mapping[str, Place]
-    outputs: Mapping[str, Place]
+    inputs: list[PlacedTensor]
+    outputs: list[PlacedTensor]
     regions: tuple[Region, ...]
 
     @classmethod
@@ -316,34 +302,34 @@ class Staging:
             raise Refusal("queue_full", str(error)) from None
         for region in layout.regions:
             region.hold()
-        return cls(slot, layout.inputs, layout.outputs, layout.regions)
+        number, start = slot.segment.number, slot.offset
+        inputs, outputs = [
+            [
+                PlacedTensor(t.name, t.dtype, t.shape, number, start + t.offset) if t.segment == SLOT else t
+                for t in tensors
+            ]
+            for tensors in (layout.inputs, layout.outputs)
+        ]
+        return cls(slot, inputs, outputs, layout.regions)
 
     @property
     def segments(self) -> tuple[Segment | Region, ...]:
         """The segments that the engine must map."""
         return (self.slot.segment, *self.regions)
 
-    def views(self, places: Mapping[str, Place]) -> dict[str, memoryview]:
-        """Return the memory of each tensor in the slot. Tensors in regions are left out."""
-        return {name: self.slot.view(p.start, p.size) for name, p in places.items() if p.region is None}
+    def views(self, tensors: Iterable[PlacedTensor]) -> dict[str, memoryview]:
+        """Return the memory of each tensor in the slot, by name. Tensors in regions are left out."""
+        segment = self.slot.segment
+        return {
+            t.name: segment.view[t.offset : t.offset + math.prod(t.shape) * ITEMSIZE[t.dtype]]
+            for t in tensors
+            if t.segment == segment.number
+        }
 
     def index(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the values of the index tensors, which are always in the slot; empty if there are none."""
-        return {
-            name: np.frombuffer(self.slot.view(p.start, p.size), p.dtype)
-            for name, p in self.inputs.items()
-            if name in INDEX_TENSORS
-        }
-
-    def described(self, places: Mapping[str, Place]) -> list[PlacedTensor]:
-        """Return the descriptions of the tensors for messages to the engine. Their offsets are within the segment."""
-        ours, offset = self.slot.segment.number, self.slot.offset
-        return [
-            PlacedTensor(name, p.dtype, p.shape, ours, offset + p.start)
-            if p.region is None
-            else PlacedTensor(name, p.dtype, p.shape, p.region.number, p.start)
-            for name, p in places.items()
-        ]
+        index = [t for t in self.inputs if t.name in INDEX_TENSORS]
+        return {t.name: np.frombuffer(view, t.dtype) for t, view in zip(index, self.views(index).values(), strict=True)}
 
     def hold(self) -> None:
         """Add a holder for a job. `release` must be called when the engine no longer accesses the memory."""

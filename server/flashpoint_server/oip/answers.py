@@ -49,10 +49,9 @@ async def encode(
 
     `asked` is the request's head.
     """
-    places = staging.outputs
-    views = staging.views(places)
+    infos, views = plan.answers, staging.views(staging.outputs)
     outputs = tuple(
-        _HttpOutput(name, places[name].dtype, places[name].shape, places[name].size if binary else None, shared)
+        _HttpOutput(name, infos[name].dtype, infos[name].shape, infos[name].nbytes if binary else None, shared)
         for name, binary, shared in asked.wanted(plan.answers)
     )
     about = (model, asked.id, tuple(metadata.items()))

@@ -56,13 +56,12 @@ def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces)
     for name, info in INPUTS:
         assert bytes(staging.views(staging.inputs)[name]) == data[at : at + info.nbytes]
         at += info.nbytes
-    placed = [*staging.inputs.values(), *staging.outputs.values()]
-    assert all(place.start % ALIGNMENT == 0 for place in placed)
+    placed = [*staging.inputs, *staging.outputs]
+    assert all(t.offset % ALIGNMENT == 0 for t in placed)
+    assert staging.slot.offset == placed[0].offset
+    assert {t.segment for t in placed} == {staging.slot.segment.number}
     for before, after in itertools.pairwise(placed):
-        assert before.start + before.size <= after.start
-    assert [t.offset - staging.slot.offset for t in staging.described(staging.inputs)] == [
-        place.start for place in staging.inputs.values()
-    ]
+        assert before.offset + TensorInfo(before.dtype, before.shape).nbytes <= after.offset
 
 
 def test_no_room_is_429_and_what_never_fits_is_413():

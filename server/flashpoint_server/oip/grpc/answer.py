@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.regions import RegionSlice
@@ -49,13 +50,12 @@ async def encode(
     codec: Codecs,
 ) -> list[Part]:
     """Return the parts of the ModelInferResponse in order. `asked` is the request's head."""
-    wanted = asked.wanted(plan.answers)
-    places = staging.outputs
-    views = staging.views(places)
-    outputs = tuple(_RpcOutput(o.name, places[o.name].dtype, places[o.name].shape, o.shared) for o in wanted)
+    infos, views = plan.answers, staging.views(staging.outputs)
+    wanted = asked.wanted(infos)
+    outputs = tuple(_RpcOutput(o.name, infos[o.name].dtype, infos[o.name].shape, o.shared) for o in wanted)
     about = _About(model, asked.id, tuple(metadata.items()))
     here = [o for o in wanted if not o.shared]
-    if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
+    if numbers := {o.name: _array(infos[o.name], views[o.name]) for o in here if not o.binary}:
         return [await codec.run(body, _head_with, about, outputs, numbers)]
     parts: list[Part] = [_head_with(about, outputs, {}) if asked.id else _head(about, outputs)]
     # Each output has a field raw_output_contents, which is empty for a tensor in shared memory. If all outputs are in
@@ -66,8 +66,8 @@ async def encode(
     return parts
 
 
-def _array(place: Any, view: memoryview) -> NDArray[Any]:
-    return np.frombuffer(view, numpy_dtype(place.dtype))
+def _array(info: TensorInfo, view: memoryview) -> NDArray[Any]:
+    return np.frombuffer(view, numpy_dtype(info.dtype))
 
 
 @lru_cache(256)

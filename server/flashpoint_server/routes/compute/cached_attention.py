@@ -12,7 +12,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import TensorMessage
-from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, pack_options
+from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, pack_options, with_shapes
 from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.plan import Plan
@@ -112,10 +112,9 @@ async def _lengths(request: RouteRequest, ids: Sequence[CacheId], layer: int) ->
 
 def _cut(plan: Plan, staging: Staging, keys: int) -> Plan:
     """Return the plan with key weights of `keys` keys, one row after another, at the start of their memory."""
-    place = staging.outputs["key_weights"]
-    info = TensorInfo(place.dtype, (*place.shape[:-1], keys))
-    cut = {"key_weights": place._replace(shape=info.shape, size=info.nbytes)}
-    staging.outputs = {**staging.outputs, **cut}
+    reserved = plan.answers["key_weights"]
+    info = TensorInfo(reserved.dtype, (*reserved.shape[:-1], keys))
+    staging.outputs = with_shapes(staging.outputs, {"key_weights": info.shape})
     return plan._replace(answers={**plan.answers, "key_weights": info})
 
 

@@ -212,7 +212,7 @@ async def append(request: RouteRequest) -> None:
     staging = stage(request, Layout.of(message.inputs, {}))
     await message.receive(request.body, staging.views(staging.inputs))
     # the engine gets the shapes of one sequence, without a batch dimension of 1
-    staging.inputs = {name: staging.inputs[name]._replace(shape=shapes[name]) for name in ("k", "v")}
+    staging.inputs = bodies.with_shapes(staging.inputs, shapes)
     (record,) = await _ask(request, one.incarnation, bodies.AppendTokens(layout, layer, at), [one], staging)
     await send_json(request, 200, {"length": record.lengths[layer]})
 
