@@ -6,62 +6,15 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from flashpoint_contract.options import NAME
 from flashpoint_server.refusal import Writer, problem
 
-PARTS = ("decode", "queue", "compute", "encode")  # stages of a request
+PARTS = ("decode", "queue", "compute", "encode")  # stages of a request; `decode` includes the arrival of the body
 _KEY = "flashpoint.exchange"
 FIELDS = "flashpoint.fields"  # key of `combined(headers)` in the ASGI scope; only our server (http/protocol.py) sets it
 _IDS_AT_ONCE = 256
-
-
-@dataclass(eq=False)
-class Timings:
-    """When each stage started, in `time.perf_counter` seconds. `decode` includes the arrival of the body."""
-
-    decode: float
-    queue: float = 0.0
-    compute: float = 0.0
-    encode: float = 0.0
-    done: float = 0.0
-    copy_in: float = 0.0  # duration of the copies to the GPU, in seconds; `compute` includes it
-    copy_out: float = 0.0  # the same for the copies from the GPU
-
-    def stages(self) -> dict[str, float]:
-        """Return the seconds of each stage. Copies to and from the GPU are separate stages."""
-        return {
-            "decode": self.queue - self.decode,
-            "queue": self.compute - self.queue,
-            "copy_in": self.copy_in,
-            "compute": self.encode - self.compute - self.copy_in - self.copy_out,
-            "copy_out": self.copy_out,
-            "encode": self.done - self.encode,
-        }
-
-    def spans(self) -> dict[str, tuple[float, float]]:
-        """Return start and end of each of PARTS, in `time.perf_counter` seconds."""
-        marks = (self.decode, self.queue, self.compute, self.encode, self.done)
-        return {name: (marks[i], marks[i + 1]) for i, name in enumerate(PARTS)}
-
-    def durations(self) -> dict[str, float]:
-        """Return the milliseconds of each of PARTS, as the caller sees them: `compute` includes copies."""
-        return {
-            "decode": round((self.queue - self.decode) * 1000, 3),
-            "queue": round((self.compute - self.queue) * 1000, 3),
-            "compute": round((self.encode - self.compute) * 1000, 3),
-            "encode": round((self.done - self.encode) * 1000, 3),
-        }
-
-
-class LaunchInfo(NamedTuple):
-    """How a request was computed: backend, number of requests in its launch, number of the launch, and times."""
-
-    backend: str
-    batch_size: int
-    launch: int
-    timings: Timings
 
 
 @dataclass(eq=False)
@@ -79,7 +32,8 @@ class Exchange:
     bytes_out: int = 0
     key: str = ""  # the name of the request's API key
     replica: str = ""  # the answer's X-Flashpoint-Replica: the replica of the caches or saved forward
-    way: LaunchInfo | None = None  # set after the launch
+    launch: int | None = None  # the number of its launch, set after it
+    marks: tuple[float, ...] = ()  # when each of PARTS started, and when the last one ended, like `arrived`
     write_refusal: Writer = problem  # writes errors in the format of this path's clients
     facts: dict[str, Any] = field(default_factory=dict)  # fields that the route adds to the log line
 

@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from flashpoint_server.ipc.bodies import encode
-from flashpoint_server.ipc.job import Job, JobResult
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import (
     AnswerVerified,
     Attach,
@@ -268,12 +268,12 @@ class Engine:
 
     def _settle(self, message: Done | Failed | Verified | CallReply) -> None:
         if isinstance(message, CallReply):
-            self._sent[message.id].records += message.caches
+            self._sent[message.id].caches += message.caches
             if message.more:
                 return
         job = self._sent.pop(message.id)
         self._let_go(job)
-        answer, result = job.answer, JobResult({}, 1)
+        answer = job.answer
         match message:
             case Failed():
                 if not answer.done():
@@ -284,15 +284,15 @@ class Engine:
                 answer.get_loop().call_soon(self._computed, message)  # later, after the route that waits
                 if answer.done() and (saved := message.metadata.get("saved")) is not None:
                     self.tell(Forget(saved))  # the route no longer waits, so the caller does not get the id
-                job.timings.copy_in, job.timings.copy_out = message.copy_in, message.copy_out
-                result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
+                job.metadata, job.batch_size, job.launch = message.metadata, message.batch_size, message.launch
+                job.copy_in, job.copy_out, job.answered_by = message.copy_in, message.copy_out, self.incarnation
             case Verified():
-                result = JobResult({}, 1, report=message.report)
+                job.report = message.report
             case CallReply():
-                result = JobResult({}, 1, caches=tuple(job.records), saved=tuple(message.saved))
+                job.saved = message.saved
         if not answer.done():
-            job.timings.compute, job.timings.encode = message.began, message.ended
-            answer.set_result(result)
+            job.began, job.ended = message.began, message.ended
+            answer.set_result(None)
 
     def _computed(self, done: Done) -> None:
         for listener in self._listeners:
@@ -409,14 +409,14 @@ class Engines:
     def _ready(self) -> list[Engine]:
         return [engine for engine in self._engines if engine.state is State.READY]
 
-    def submit(self, job: Job) -> asyncio.Future[JobResult]:
-        """Submit a job, and return the future of its answer; the tensors will be in the job's staging memory.
+    def submit(self, job: Job) -> asyncio.Future[None]:
+        """Submit a job, and return its `answer`, which is done when the job has the answer.
 
         If the caller cancels the future or sets it, the engine is told to drop the job. The future or this call raises
         Refusal.
         """
         self._check_ready()
-        job.timings.queue = time.perf_counter()
+        job.queued = time.perf_counter()
         job.answer, job.since = asyncio.get_running_loop().create_future(), time.monotonic()
         self._send(job)
         return job.answer

@@ -1,4 +1,4 @@
-"""The job of a request: the work that its route submits to an engine, and the engine's answer."""
+"""The job of a request: the work that its route submits to an engine, and the engine's answer without its tensors."""
 
 from __future__ import annotations
 
@@ -8,28 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc.bodies import Body
 from flashpoint_server.ipc.messages import CacheRecord, SavedRecord, Submit
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Staging
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """The answer to a job, without its tensors: the engine writes those into the job's staging memory.
-
-    `launch` is the number of the job's launch. `report` is the VerifyReport of a verification, in JSON. `caches` and
-    `saved` are the answer to a CacheCall or a SavedCall. `incarnation` identifies the engine that answered.
-    """
-
-    metadata: dict[str, Any]
-    batch_size: int
-    launch: int = 0
-    report: bytes = b""
-    caches: tuple[CacheRecord, ...] = ()
-    saved: tuple[SavedRecord, ...] = ()
-    incarnation: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,19 +19,32 @@ class Job:
     """The work of one request for an engine: `message` is what the engine gets, the other fields stay here.
 
     `progress` is called with each VerifyProgress in JSON. The first call means that the verification has started.
-    Submitting sets `answer` and `since`, in `time.monotonic` seconds, and the message's `id` and `rank`.
+    Submitting sets `answer`, `since` (in `time.monotonic` seconds) and `queued`, and the message's `id` and `rank`.
+    The engine writes the answer's tensors into `staging`. When `answer` is done, the fields from `began` on have the
+    rest. `queued`, `began` and `ended` are in `time.perf_counter` seconds; copies to and from a GPU took `copy_in` and
+    `copy_out` seconds of this time.
     """
 
     message: Submit
     staging: Staging
-    timings: Timings
     priority: int = 0
     incarnation: int = 0  # engine that holds the job's caches or forward; 0: any engine
     lost: str = "cache_lost"  # error code if that engine is gone
     progress: Callable[[bytes], None] | None = None
-    answer: asyncio.Future[JobResult] = field(init=False)
+    answer: asyncio.Future[None] = field(init=False)
     since: float = field(init=False)
-    records: list[CacheRecord] = field(init=False, default_factory=list)  # from the CallReply messages so far
+    queued: float = field(init=False, default=0.0)
+    began: float = field(init=False, default=0.0)
+    ended: float = field(init=False, default=0.0)
+    copy_in: float = field(init=False, default=0.0)
+    copy_out: float = field(init=False, default=0.0)
+    metadata: dict[str, Any] = field(init=False)  # of attention
+    batch_size: int = field(init=False, default=1)
+    launch: int = field(init=False, default=0)  # the number of its launch
+    report: bytes = field(init=False, default=b"")  # the VerifyReport of a verification, in JSON
+    caches: list[CacheRecord] = field(init=False, default_factory=list)  # the answer to a CacheCall, so far
+    saved: list[SavedRecord] = field(init=False, default_factory=list)  # the answer to a SavedCall
+    answered_by: int = field(init=False, default=0)  # the incarnation of the engine that computed attention
 
     @classmethod
     def of(
@@ -57,11 +52,11 @@ class Job:
     ) -> Job:
         """Return the job of a request. `deadline` is as in `Submit`; `here` are the fields that stay here."""
         slot = staging.slot
-        inputs, outputs = staging.inputs, staging.outputs
         number, rank = -1, 0.0  # until the job is sent
         message = Submit(
-            number, request_id, body, slot.segment.number, inputs, outputs, slot.mark_at, *price, rank, deadline
-        )
+            number, request_id, body, slot.segment.number, staging.inputs, staging.outputs, slot.mark_at, *price, rank,
+            deadline,
+        )  # fmt: skip
         return cls(message=message, staging=staging, **here)
 
     def remaining(self) -> float | None:

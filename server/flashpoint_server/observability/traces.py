@@ -8,6 +8,7 @@ every HTTP process can make the link.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -26,7 +27,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.trace import Link, SpanContext, SpanKind, StatusCode, TraceFlags, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.exchange import PARTS, Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import Done
 
@@ -90,9 +91,9 @@ class Traces(Listener):
         if exchange.code:
             attributes["error.type"] = exchange.code
         links = []
-        if (way := exchange.way) is not None:
-            attributes |= {"flashpoint.backend": way.backend, "flashpoint.batch_size": way.batch_size}
-            links = [Link(self._launch(way.launch))]
+        if exchange.launch is not None:
+            attributes |= {f"flashpoint.{name}": exchange.facts[name] for name in ("backend", "batch_size")}
+            links = [Link(self._launch(exchange.launch))]
         span = self._requests.start_span(
             f"{exchange.method} {route}",
             self._propagator.extract(exchange.headers, Context()),
@@ -108,7 +109,7 @@ class Traces(Listener):
             span.set_status(StatusCode.ERROR)
         span.end(self._unix(ended))
         inside = set_span_in_context(span, Context())
-        for part, (began, end) in (way.timings.spans() if way is not None else {}).items():
+        for part, (began, end) in zip(PARTS, itertools.pairwise(exchange.marks), strict=False):
             self._requests.start_span(part, inside, start_time=self._unix(began)).end(self._unix(end))
 
     def computed(self, engine: Engine, done: Done) -> None:

@@ -85,13 +85,13 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     head = message.head
     request.body.deadline = earlier(request.body.deadline, head.deadline(request.service.settings))
     request.priority = max(request.priority, head.priority)
-    job, answer = await compute(request, message, model.direction, message.numbers)
-    parts, fields = await encode(model.name, head, request.plan, job.staging, answer.metadata, request.body, codec)
+    job = await compute(request, message, model.direction, message.numbers)
+    parts, fields = await encode(model.name, head, request.plan, job.staging, job.metadata, request.body, codec)
     # Compress only if the field names a single coding: clients that did not choose one send a list.
     if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:
         parts, fields["content-encoding"] = await compressed(parts, coding), coding
-    await write(request, job, answer, parts, fields)
-    statistics.computed(model.name, answer.batch_size, job.timings.stages())
+    stages = await write(request, job, parts, fields)
+    statistics.computed(model.name, job.batch_size, stages)
 
 
 async def _read(request: RouteRequest) -> InferMessage:

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 
-# Triton's names of the stages of a launch, and the names in `Timings.stages`.
+# Triton's names of the stages of a launch, and the names in what `write` of routes/pipeline.py returns.
 _STAGES = {"compute_input": "copy_in", "compute_infer": "compute", "compute_output": "copy_out"}
 
 

@@ -23,14 +23,14 @@ from flashpoint_server.access.admission import Permit
 from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange, LaunchInfo, Timings
+from flashpoint_server.exchange import PARTS, Exchange
 from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
 from flashpoint_server.formats.negotiation import formats
 from flashpoint_server.http.body import MOST_AT_ONCE, ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import send_refusal
 from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.ipc.bodies import AttentionCall, Body, CacheRef, Recall, Save
-from flashpoint_server.ipc.job import Job, JobResult
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.staging import Layout, Staging
@@ -42,45 +42,39 @@ KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any setting
 
 
-class Cleanup:
-    """A context manager that calls functions at its end, the last one first. ExitStack takes three times as long."""
-
-    error: type[BaseException] | None = None  # type of the exception that ended the context
-
-    def __init__(self) -> None:
-        self._calls: list[Callable[[], object]] = []
-        self.callback = self._calls.append
-
-    def __enter__(self) -> Cleanup:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self.error = error
-        try:
-            while self._calls:
-                self._calls.pop()()
-        finally:
-            if self._calls:  # a function has raised an exception: call the rest
-                self.__exit__(error)
-
-
 @dataclass(eq=False)
 class RouteRequest:
-    """The state of a request while a route handles it."""
+    """The state of a request while a route handles it: a context, at whose end what the steps hold is released."""
 
     service: Service
     exchange: Exchange
     headers: Mapping[str, str]  # by lower-case name
     body: RequestBody
-    receive: Receive
     send: Send
-    cleanup: Cleanup  # steps add functions, which are called when the request has ended
     query: str = ""
     caller: Caller = field(init=False, repr=False)  # set by `authorize`
     device: DeviceInfo = field(init=False, repr=False)  # set by `begin`, like `priority`
     priority: int = 0
     permit: Permit | None = None  # set by `admit`
     plan: Plan = field(init=False, repr=False)  # set by `carry_out`
+    error: type[BaseException] | None = None  # type of the exception that ended the request
+    _ends: list[Callable[[], object]] = field(init=False, repr=False, default_factory=list)
+
+    def __enter__(self) -> RouteRequest:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.error = error
+        try:
+            while self._ends:
+                self._ends.pop()()
+        finally:
+            if self._ends:  # a function has raised an exception: call the rest
+                self.__exit__(error)
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call a function when the request has ended, the last one first."""
+        self._ends.append(call)
 
     def waiting_since(self) -> float | None:
         """Return when the body ended, in `time.monotonic` seconds; None before that, and once the answer has begun."""
@@ -89,8 +83,7 @@ class RouteRequest:
 
 Handler = Callable[[RouteRequest], Awaitable[None]]
 Numbers = Callable[[Plan], Iterable[TensorInfo]]  # returns the outputs that the answer contains as text, not as bytes
-Computed = tuple[Job, JobResult]
-Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[Computed]]
+Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[Job]]
 MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
 
@@ -107,8 +100,8 @@ class Route:
         headers = exchange.headers
         body = self.make_body(scope, receive, headers, self.service.settings)
         try:
-            with Cleanup() as cleanup:
-                await self.handle(RouteRequest(self.service, exchange, headers, body, receive, send, cleanup, query))
+            with RouteRequest(self.service, exchange, headers, body, send, query) as request:
+                await self.handle(request)
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except MemoryError:
@@ -149,7 +142,7 @@ def begin(request: RouteRequest) -> DeviceInfo:
     request.priority = priority_of(request.headers)
     idempotency_key(request)  # a call that does not write refuses a wrong one, too
     request.device = request.service.begin()
-    request.cleanup.callback(request.service.end)
+    request.at_end(request.service.end)
     return request.device
 
 
@@ -182,23 +175,23 @@ def admit(request: RouteRequest, nbytes: int) -> Permit:
     service, exchange = request.service, request.exchange
     permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
     request.permit = permit
-    request.cleanup.callback(permit.leave)
+    request.at_end(permit.leave)
     service.metrics.accepted()
 
     def left() -> None:
-        if (error := request.cleanup.error) is not None:
+        if (error := request.error) is not None:
             service.metrics.left("cancelled" if issubclass(error, ClientGoneError) else "refused")
         else:
             service.metrics.left("answered" if exchange.code is None else "cancelled")
 
-    request.cleanup.callback(left)
+    request.at_end(left)
     return permit
 
 
 def stage(request: RouteRequest, layout: Layout) -> Staging:
     """Return staging memory, which is released when the request ends. Raises Refusal 413 and 429."""
     staging = Staging.take(request.service.pool, layout)
-    request.cleanup.callback(staging.release)
+    request.at_end(staging.release)
     return staging
 
 
@@ -212,14 +205,14 @@ async def attention(request: RouteRequest, direction: Direction, planners: Mappi
     begin(request)
     message = await read(request, given)
     if (kind := message.kind(direction)) == "plain":
-        job, answer = await compute(request, message, direction, wanted.numbers)
+        job = await compute(request, message, direction, wanted.numbers)
     else:
-        job, answer = await planners[kind](request, message, wanted.numbers)
-    parts = await wanted.write(request.plan, job.staging, answer.metadata, request.body, request.service.codec)
-    await write(request, job, answer, parts, {"content-type": wanted.media_type})
+        job = await planners[kind](request, message, wanted.numbers)
+    parts = await wanted.write(request.plan, job.staging, job.metadata, request.body, request.service.codec)
+    await write(request, job, parts, {"content-type": wanted.media_type})
 
 
-async def compute(request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers) -> Computed:
+async def compute(request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers) -> Job:
     """Compute a plain call of attention or its gradients: plan, admit, stage and submit it.
 
     Raises Refusal and ClientGoneError.
@@ -240,7 +233,7 @@ async def carry_out(
     cache_ref: CacheRef | None = None,
     saved: Callable[[Mapping[str, Any]], Save | Recall | None] = lambda _: None,
     **engine: Any,
-) -> Computed:
+) -> Job:
     """Admit, stage and submit a planned call, at the cost `price`.
 
     `cache_ref` names the caches of a call over caches. `saved` gets the values of the index tensors, by name, and
@@ -268,22 +261,17 @@ async def carry_out(
         permit.correct(price_of(spec, plan.backend, request.device, index))
     request.exchange.facts.update(backend=plan.backend, shapes=layout.shapes)
     asked = AttentionCall(spec.direction, plan.options, plan.backend, call.seed, cache_ref, saved(index))
-    job = make_job(request, asked, staging, permit.price, **engine)
-    return job, await submit(request, job)
+    return await submit(request, make_job(request, asked, staging, permit.price, **engine))
 
 
 def make_job(request: RouteRequest, body: Body, staging: Staging, price: Price, **engine: Any) -> Job:
     """Return the job of a request. `engine` are the fields `incarnation` and `lost` of `Job`."""
-    exchange = request.exchange
-    timings = Timings(exchange.arrived)
-    return Job.of(
-        exchange.request_id, body, staging, price, request.body.deadline,
-        timings=timings, priority=request.priority, **engine,
-    )  # fmt: skip
+    request_id, deadline = request.exchange.request_id, request.body.deadline
+    return Job.of(request_id, body, staging, price, deadline, priority=request.priority, **engine)
 
 
-async def submit(request: RouteRequest, job: Job) -> JobResult:
-    """Submit a job and return the engine's answer.
+async def submit(request: RouteRequest, job: Job) -> Job:
+    """Submit a job, and return it when it has the engine's answer.
 
     Raises Refusal 504 at the deadline, and ClientGoneError if the client disconnects.
     """
@@ -299,34 +287,40 @@ async def submit(request: RouteRequest, job: Job) -> JobResult:
     try:
         whole = request.body.complete or request.body.absent  # else the body's next read notices a disconnection
         with request.body.watching(lambda: give_up(ClientGoneError())) if whole else nullcontext():
-            return await answer
+            await answer
+            return job
     finally:
         if timer is not None:
             timer.cancel()
 
 
-async def write(
-    request: RouteRequest, job: Job, answer: JobResult, parts: list[Part], fields: Mapping[str, str]
-) -> None:
-    """Send an answer encoded as `parts`, with the header `fields`. Raises Refusal 504 and ClientGoneError."""
+async def write(request: RouteRequest, job: Job, parts: list[Part], fields: Mapping[str, str]) -> dict[str, float]:
+    """Send the answer to a job, encoded as `parts`, with the header `fields`. Return the seconds of each stage.
+
+    Copies to and from a GPU are separate stages; for the caller, `compute` includes them. Raises Refusal 504 and
+    ClientGoneError.
+    """
     if job.late:
         raise out_of_time()
-    exchange, timings = request.exchange, job.timings
-    timings.done = time.perf_counter()
-    durations, stages = timings.durations(), timings.stages()
+    exchange = request.exchange
+    marks = exchange.marks = exchange.arrived, job.queued, job.began, job.ended, time.perf_counter()
+    stages = {name: end - start for name, start, end in zip(PARTS, marks, marks[1:], strict=False)}
+    durations = {name: round(seconds * 1000, 3) for name, seconds in stages.items()}
+    stages["copy_in"], stages["copy_out"] = job.copy_in, job.copy_out
+    stages["compute"] -= job.copy_in + job.copy_out
     for name, ms in durations.items():
         exchange.facts[f"{name}_ms"] = ms
-    exchange.facts["batch_size"] = answer.batch_size
-    exchange.way = LaunchInfo(request.plan.backend, answer.batch_size, answer.launch, timings)
+    exchange.facts["batch_size"], exchange.launch = job.batch_size, job.launch
     headers = {
         **fields,
         "x-backend": request.plan.backend,
-        **({"x-kernel": kernel} if (kernel := answer.metadata.get("kernel")) else {}),
-        "x-batch-size": str(answer.batch_size),
+        **({"x-kernel": kernel} if (kernel := job.metadata.get("kernel")) else {}),
+        "x-batch-size": str(job.batch_size),
         "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),
     }
     await reply(request, parts, headers)
     request.service.metrics.took(stages)
+    return stages
 
 
 async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, str]) -> None:

@@ -175,16 +175,14 @@ def test_a_forward_whose_answer_does_not_arrive_leaves_nothing_saved(gated, how)
 def test_what_an_engine_answered_is_not_kept_until_the_deadline():
     """The answer of a call with a deadline far away is freed when the call ends, in an event loop that goes on."""
 
-    class Result:
-        pass
-
     async def call():
         answer = asyncio.get_running_loop().create_future()
-        answer.set_result(Result())
+        answer.set_result(None)
         body = SimpleNamespace(complete=True, watching=lambda gone: contextlib.nullcontext())
         engine = SimpleNamespace(submit=lambda job: answer)
         request = SimpleNamespace(body=body, service=SimpleNamespace(engine=engine))
-        return weakref.ref(await submit(request, SimpleNamespace(remaining=lambda: 3600.0)))
+        await submit(request, SimpleNamespace(remaining=lambda: 3600.0))
+        return weakref.ref(answer)
 
     async def run():
         held = await call()

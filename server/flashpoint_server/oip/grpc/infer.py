@@ -145,10 +145,10 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     request.exchange.facts["model"] = model.name
     body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
-    job, answer = await compute(request, message, model.direction, message.numbers)
-    parts = await encode(model.name, head, request.plan, job.staging, answer.metadata, body, service.codec)
-    await write(request, job, answer, parts, {})
-    statistics.computed(model.name, answer.batch_size, job.timings.stages())
+    job = await compute(request, message, model.direction, message.numbers)
+    parts = await encode(model.name, head, request.plan, job.staging, job.metadata, body, service.codec)
+    stages = await write(request, job, parts, {})
+    statistics.computed(model.name, job.batch_size, stages)
 
 
 async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest, InferMessage]:

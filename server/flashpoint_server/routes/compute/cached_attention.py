@@ -13,12 +13,12 @@ from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, pack_options, with_shapes
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.plan import Plan
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
-    Computed,
     Numbers,
     RouteRequest,
     admit,
@@ -32,7 +32,7 @@ from flashpoint_server.routes.pipeline import (
 REMEMBERED = 1 << 16  # maximum number of caches whose lengths are stored, to estimate the costs of later calls
 
 
-async def compute_cached(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
+async def compute_cached(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Job:
     """Compute a call of attention over caches: plan, admit, stage and submit it. Raises Refusal and ClientGoneError."""
     service, call = request.service, message.call("forward")
     set_replica_header(request)
@@ -67,11 +67,11 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
     if call.options.return_key_weights:
         plan = await _with_key_weights(request, message, plan, cache_options, ids)
     engine = ids[0].incarnation
-    job, answer = await carry_out(request, message, plan, call, numbers, price, cache_ref=cache_ref, incarnation=engine)
-    lengths: list[int] = answer.metadata["lengths"]
+    job = await carry_out(request, message, plan, call, numbers, price, cache_ref=cache_ref, incarnation=engine)
+    lengths: list[int] = job.metadata["lengths"]
     if call.options.return_key_weights:
         request.plan = _cut(plan, job.staging, max(lengths))
-    reads: list[int] = answer.metadata.pop("reads", lengths)
+    reads: list[int] = job.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
         service.cache_lengths[one.serial] = length, read
         service.cache_lengths.move_to_end(one.serial)
@@ -79,7 +79,7 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
         service.cache_lengths.popitem(last=False)
     assert request.permit is not None  # set by `carry_out`
     request.permit.settle(rates.price(lengths, sum(reads)))
-    return job, answer
+    return job
 
 
 async def _with_key_weights(

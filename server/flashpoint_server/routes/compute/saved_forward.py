@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from flashpoint_contract.saved import (
@@ -21,17 +20,18 @@ from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.ipc.bodies import Recall, Save
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.plan import CheckedCall, Plan, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import cache_count, cache_quota, set_replica_header
-from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out
+from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out
 
 SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
 
 
-async def compute_saving(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
+async def compute_saving(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Job:
     """Compute attention and save it; `saved` in the answer's metadata is the id. Raises Refusal and ClientGoneError."""
     service, call = request.service, message.call("forward")
     set_replica_header(request)
@@ -47,16 +47,16 @@ async def compute_saving(request: RouteRequest, message: TensorMessage, numbers:
         head = SavedIds.head(plan.spec, call.seed, extent_of(plan.spec, index) if index else None)
         return Save(owner, quota, size, head, most)
 
-    job, answer = await carry_out(request, message, plan, call, numbers, plan.price, saved=save)
-    engine, serial = answer.incarnation, answer.metadata["saved"]
+    job = await carry_out(request, message, plan, call, numbers, plan.price, saved=save)
+    engine, serial = job.answered_by, job.metadata["saved"]
 
     def left() -> None:
-        if request.cleanup.error is not None or request.exchange.code is not None:  # the caller did not get the id
+        if request.error is not None or request.exchange.code is not None:  # the caller did not get the id
             service.engine.forget_saved(engine, serial)
 
-    request.cleanup.callback(left)
-    saved = service.saved_ids.make(owner, engine, serial, head)
-    return job, replace(answer, metadata={**answer.metadata, "saved": saved})
+    request.at_end(left)
+    job.metadata["saved"] = service.saved_ids.make(owner, engine, serial, head)
+    return job
 
 
 def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
@@ -80,7 +80,7 @@ def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
         )
 
 
-async def compute_recalled(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
+async def compute_recalled(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Job:
     """Compute the gradients of a saved forward. Raises Refusal and ClientGoneError."""
     options, infos = dict(message.options), dict(message.inputs)
     if options.get("save") is False:

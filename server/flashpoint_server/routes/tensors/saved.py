@@ -73,7 +73,7 @@ def _named(request: RouteRequest) -> SavedId:
 
 async def _ask(
     request: RouteRequest, incarnation: int, operation: Literal["list", "look", "delete"], *serials: int, after: int = 0
-) -> tuple[SavedRecord, ...]:
+) -> list[SavedRecord]:
     """Send an operation to an engine. Return the saved forwards in its answer. Raises Refusal and ClientGoneError."""
     call = SavedCall(request.caller.name, operation, serials, after)
     engine = {"incarnation": incarnation, "lost": "saved_lost"}
