@@ -50,7 +50,7 @@ def gates(name: str) -> dict[str, bool]:
     import torch
 
     from tests.judge.corpus import RIGHT, WRONG
-    from tests.judge.right import _formula
+    from tests.judge.right import formula
 
     function = WRONG[name].function if name in WRONG else RIGHT[name]
     if name == "flash_layout":  # this kernel takes and returns (batch, length, heads, D)
@@ -75,8 +75,8 @@ def gates(name: str) -> dict[str, bool]:
                     answer += torch.autograd.grad(o, own, leaves[3].to(o.dtype))
                 return [t.double() for t in answer]
 
-            exact = answers(_formula, *(t.double() for t in (q, k, v, do)))
-            usual = answers(_formula, q, k, v, do)
+            exact = answers(formula, *(t.double() for t in (q, k, v, do)))
+            usual = answers(formula, q, k, v, do)
             keyword = "is_causal" if name.startswith("sdpa") else "causal"
             try:
                 own = answers(

@@ -20,7 +20,7 @@ def _visible(n: int, m: int, causal: bool) -> Tensor:
     return (j <= i) if causal else torch.ones(n, m, dtype=torch.bool)
 
 
-def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     seen = _visible(q.shape[2], k.shape[2], causal)
     s = ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~seen, -INF)
@@ -30,17 +30,17 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def formula_in_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Compute softmax(q kᵀ · scale) v in float32."""
-    return _formula(q.float(), k.float(), v.float(), causal).to(q.dtype)
+    return formula(q.float(), k.float(), v.float(), causal).to(q.dtype)
 
 
 def formula_in_the_type(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Compute softmax(q kᵀ · scale) v with every step in the type of the inputs."""
-    return _formula(q, k, v, causal)
+    return formula(q, k, v, causal)
 
 
 def formula_in_float64(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Compute softmax(q kᵀ · scale) v in float64."""
-    return _formula(q.double(), k.double(), v.double(), causal).to(q.dtype)
+    return formula(q.double(), k.double(), v.double(), causal).to(q.dtype)
 
 
 def _sdpa(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

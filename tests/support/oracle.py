@@ -29,7 +29,7 @@ def answer(tensors, options):
     given `dattn_mask` (of a float mask) and `dsinks`. `tensors` and `options` have the names of `attention`; numbers
     and lists are as good as tensors, and None as nothing. A given `o` and `lse` are not read.
     """
-    given = {name: _array(t) for name, t in tensors.items() if t is not None}
+    given = {name: array_of(t) for name, t in tensors.items() if t is not None}
     options = {name: value for name, value in options.items() if name not in OTHERS}
     unknown = (given.keys() - TENSORS) | (options.keys() - MEANINGS.keys())
     assert not unknown, f"the oracle does not know {sorted(unknown)}"
@@ -38,7 +38,7 @@ def answer(tensors, options):
     return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in answers.items()}
 
 
-def _array(t):
+def array_of(t):
     if isinstance(t, torch.Tensor):
         t = t.detach().cpu().resolve_conj().resolve_neg()
         t = (t.double() if t.is_floating_point() else t).numpy()

@@ -170,10 +170,10 @@ def _case(q_len: int, kv_len: int, heads: int, kv_heads: int, grad: bool) -> _Ca
     shapes = {"q": (heads, q_len), "k": (kv_heads, kv_len), "v": (kv_heads, kv_len)}
     shapes |= {"do": shapes["q"]} if grad else {}
     tensors = {name: rng.standard_normal((1, *shape, DIM), np.float32) for name, shape in shapes.items()}
-    return _Case(tensors, _exact(tensors))
+    return _Case(tensors, exact(tensors))
 
 
-def _exact(tensors: Mapping[str, Array]) -> dict[str, Array]:
+def exact(tensors: Mapping[str, Array]) -> dict[str, Array]:
     """Return o, or the gradients if there is `do`, of causal attention in float64."""
     q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
     group = q.shape[1] // k.shape[1]

@@ -23,12 +23,12 @@ def test_each_step_is_counted_and_written(run, server, tmp_path):
 
 
 def test_a_wrong_answer_ends_with_1(run, server, monkeypatch):
-    exact = loadtest._exact
+    exact = loadtest.exact
 
     def other(tensors):
         return {name: right + (name == "dk") for name, right in exact(tensors).items()}
 
-    monkeypatch.setattr(loadtest, "_exact", other)
+    monkeypatch.setattr(loadtest, "exact", other)
     code, out, _ = run("loadtest", "--url", server.url, "--callers", "1", "--seconds", "0.3")
     assert code == 1
     assert "x wrong answer: dk is wrong by" in out
@@ -72,9 +72,9 @@ def test_the_expected_answers_are_those_of_attention():
     }
 
     def loss(q, k, v):
-        return (loadtest._exact({"q": q, "k": k, "v": v})["o"] * tensors["do"]).sum()
+        return (loadtest.exact({"q": q, "k": k, "v": v})["o"] * tensors["do"]).sum()
 
-    gradients = loadtest._exact(tensors)
+    gradients = loadtest.exact(tensors)
     for name in "qkv":
         place, step = (0, 1, 1, 5), 1e-6
         moved = [{each: tensors[each].copy() for each in "qkv"} for _ in range(2)]

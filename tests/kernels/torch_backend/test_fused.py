@@ -11,10 +11,10 @@ import torch
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, available_backends, native, verify
 from flashpoint_kernels.dispatching.support import choose_backend
-from flashpoint_kernels.operators import plain
 from flashpoint_kernels.torch_backend import fused
 from flashpoint_kernels.torch_backend.fused import Call
 from tests.conftest import DEVICE, FUSED
+from tests.support.kernels.routes import forget
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 SCHEMAS = {
@@ -140,13 +140,13 @@ def test_backward_takes_the_lse_of_any_backend() -> None:
 
 def test_without_the_library_torch_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
-    plain._route.cache_clear()
+    forget()
     t = {name: x.cpu() for name, x in qkv(1, 2, 5, 5, 8).items() if name != "do"}
     with pytest.raises(ProblemError, match="install a C compiler"):
         attention(**t, backend=FUSED)
     assert choose_backend(Problem.create(t, Options()).spec, available_backends("cpu")) == "tiled"
     assert torch.isfinite(attention(**t)).all()
-    plain._route.cache_clear()
+    forget()
 
 
 def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_after() -> None:

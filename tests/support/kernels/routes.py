@@ -2,15 +2,15 @@
 
 from flashpoint_contract import spec
 from flashpoint_kernels import functional
-from flashpoint_kernels.operators import solving
+from flashpoint_kernels.operators import plain, solving
 from flashpoint_kernels.triton_backend.host import route, schedule
+
+MODULES = (route, schedule, spec, plain, solving, functional)
 
 
 def forget() -> None:
     """Empty every cache in which a call of attention looks up its route, plan or options."""
-    for cached in (
-        route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists,
-        schedule._stored_lists, spec._plan, spec._planned, spec._features, spec._level, solving._options_of,
-        solving.forward_options, solving.backward_options, functional._remembered,
-    ):  # fmt: skip
-        getattr(cached, "cache_clear")()  # noqa: B009
+    for module in MODULES:
+        for cached in vars(module).values():
+            if hasattr(cached, "cache_clear") and cached.__module__ == module.__name__:
+                cached.cache_clear()

@@ -21,7 +21,7 @@ NO_ERROR = 1e-35  # AMX takes subnormal numbers as 0
 
 def bounds(tensors, options, truth):
     """Return the largest errors of every answer in `truth`, which `oracle.answer` returned, except `key_weights`."""
-    given = {name: oracle._array(t) for name, t in tensors.items() if t is not None}
+    given = {name: oracle.array_of(t) for name, t in tensors.items() if t is not None}
     kept = {name: value for name, value in options.items() if name not in oracle.OTHERS}
     q = tensors["q"].dtype
     mask = tensors.get("attn_mask")
