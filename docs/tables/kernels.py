@@ -266,6 +266,32 @@ def stored_ds() -> str:
 
 
 @named
+def stored_ds_in_general() -> str:
+    """Return a table of the general kernels of gradients in bfloat16: with S computed twice, and with stored dS."""
+    rows = []
+    versions = set()
+    for arch in TILES:
+        found = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())
+        versions.add(found["triton"])
+        kernels = {(k["kernel"], k["head_dim"]): k for k in found["kernels"]
+                   if (k["dtype"], k["level"], k["mask"]) == ("bfloat16", 0, None)}  # fmt: skip
+        for dim in (64, 128, 256):
+            if ("backward_q_stored", dim) in kernels:
+                names = ("backward_kv", "backward_kv_storing", "backward_q", "backward_q_stored")
+                rows.append((f"sm_{arch}", dim, *(_gradient(kernels[name, dim]) for name in names)))
+    head = ("", "D", "dK and dV", "dK, dV and dS", "dQ", "dQ from dS")
+    return f"\ntriton {', '.join(sorted(versions))}:\n\n{table(head, rows)}"
+
+
+def _gradient(kernel: dict[str, Any]) -> str:
+    scores = kernel["block_m"] * kernel["block_n"]
+    tile = f"{kernel['block_m']}×{kernel['block_n']}"
+    spilled = f"{kernel['spill_bytes']}, {kernel['loop_spills']}"
+    per_score = kernel["loop"] * 32 * kernel["num_warps"] / scores
+    return f"{tile}: {kernel['registers']} / {spilled} / {-(-kernel['shared_bytes'] // 1024)} / {per_score:.1f}"
+
+
+@named
 def decode() -> str:
     """Return the instructions of decoding per byte of keys and values that it reads, at D 128.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from flashpoint_kernels.triton_backend.host.config import hopper_tiles
+from flashpoint_kernels.triton_backend.host.config import hopper_tiles, tiles
 from flashpoint_kernels.triton_backend.host.configurations import PACKED_ROWS, TABLES, packed_tile
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -17,6 +17,7 @@ OTHER_HEAD_DIMS = (32, 96)
 # (paged, dtype of 8-bit keys)
 OTHER_KEYS = ((True, None), (False, "int8"), (False, "float8_e4m3fn"), (True, "float8_e4m3fn"))
 _PRODUCTS = ("forward", "backward_kv", "backward_q")
+_OF_STORED = ("backward_kv_storing", "backward_q_stored")
 
 
 class Variant(NamedTuple):
@@ -66,8 +67,10 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
             variants += [
                 Variant("cascade_packed16", arch, dtype, 128, paged=True, keys=keys) for keys in (None, "int8")
             ]
+        dims = (*HEAD_DIMS, *OTHER_HEAD_DIMS)
+        storable = [dim for dim in dims if tiles(arch, dtype, dim, dim, 0).storable]
+        variants += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(storable, _OF_STORED)]
         if arch == 90 and dtype != "float32":
-            dims = (*HEAD_DIMS, *OTHER_HEAD_DIMS)
             variants += [Variant(f"{k}_hopper", arch, dtype, dim) for dim in dims for k in hopper_tiles(dim, dim)]
     return [*variants, Variant("backward_sinks", arch, "float32", 64, 1)]
 
@@ -105,6 +108,7 @@ def representative() -> list[Variant]:
         variants.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
         variants.append(Variant("cascade_packed16", arch, "bfloat16", 128, paged=True))
         variants += [Variant(kernel, arch, "bfloat16", dim) for dim, kernel in product(dims, _PRODUCTS)]
+        variants += [Variant(kernel, arch, "bfloat16", 128) for kernel in _OF_STORED]
         of_blocks = ("forward_blocks", "forward_packed16_blocks", "backward_kv_blocks", "backward_q_blocks")
         variants += [
             Variant(kernel, arch, "bfloat16", 128) for kernel in (*of_blocks, "list_key_tiles", "list_query_tiles")
