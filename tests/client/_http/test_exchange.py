@@ -270,6 +270,12 @@ def test_an_error_after_an_answer_that_broke_is_read_as_an_error(scripted, conne
     assert len(scripted.requests) == 2
 
 
+def test_the_server_is_told_how_many_milliseconds_are_left(scripted, connect, timed_waits):
+    connect(scripted.url, timeout=99.5).attention(Q, Q, Q)
+    connect(scripted.url).attention(Q, Q, Q, timeout=250.25)
+    assert [headers["X-Timeout-Ms"] for _, _, headers, _ in scripted.requests] == ["99500", "250250"]
+
+
 def test_a_forward_that_cannot_be_saved_is_sent_again_with_all_that_was_asked(scripted, connect, delays):
     scripted.script.append(lambda h: h.problem(429, "cache_memory"))
     connect(scripted.url).attention(Q, Q, Q, save=True, priority=7, request_id="mine", timeout=50, scale=0.25)

@@ -162,6 +162,17 @@ def test_what_is_missing_with_some_values_is_wrong(function: Any, said: str) -> 
     assert said in str(report)
 
 
+def imprecise_and_wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o = RIGHT["formula_in_the_type"](q, k, v)
+    return o * 2 if q.detach().abs().max() > 20 else o  # type: ignore[no-any-return]
+
+
+def test_a_wrong_function_that_is_imprecise_elsewhere_is_wrong() -> None:
+    report = judged(imprecise_and_wrong, dtype="bfloat16")
+    assert report.imprecise
+    assert (report.verdict, report.ok) == ("wrong", False)
+
+
 CALLS: list[None] = []
 
 

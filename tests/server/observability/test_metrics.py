@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import psutil
 
 from flashpoint_kernels.native import switches
-from flashpoint_server.ipc.messages import Batch, Done, Holding
+from flashpoint_server.ipc.messages import AnswerVerified, Batch, Done, Holding
 from flashpoint_server.observability.metrics import Metrics
 from tests.support.messages import JSON, PATIENCE, message, normal, post, read_metrics
 from tests.support.servers import wait_for
@@ -46,6 +46,14 @@ def test_kernels_that_are_off_are_shown_with_the_reason():
     (off,) = (metric for metric in metrics.registry.collect() if metric.name == "flashpoint_kernels_off")
     shown = {(sample.labels["kernel"], sample.labels["by"]): sample.value for sample in off.samples}
     assert shown == {("avx512", "setting"): 1, ("tiled", "check"): 1}
+
+
+def test_verified_answers_are_counted_by_what_they_were():
+    metrics = Metrics()
+    metrics.verified(AnswerVerified("cpu", "bfloat16", "backward", "right"))
+    (counted,) = (metric for metric in metrics.registry.collect() if metric.name == "flashpoint_verified")
+    labels = next(sample.labels for sample in counted.samples if sample.name == "flashpoint_verified_total")
+    assert labels == {"backend": "cpu", "dtype": "bfloat16", "direction": "backward", "result": "right"}
 
 
 def test_ready_is_what_the_health_check_says(server):

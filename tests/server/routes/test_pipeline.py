@@ -16,8 +16,9 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.exchange import Exchange
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.pipeline import deadline_of, submit, write
+from flashpoint_server.routes.pipeline import deadline_of, reply, submit, write
 from tests.support.constant_answers import given_up, wide
 from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem, small
 from tests.support.servers import wait_for
@@ -56,6 +57,21 @@ def test_an_answer_that_is_ready_after_its_deadline_is_refused():
     with pytest.raises(Refusal) as refused:
         asyncio.run(write(SimpleNamespace(), SimpleNamespace(late=True), SimpleNamespace(), [], {}))
     assert refused.value.code == "deadline_exceeded"
+
+
+def test_a_large_answer_may_take_as_long_as_the_slowest_rate_needs():
+    class Direct:
+        gone, patience = False, 0.0
+
+        async def answer(self, fields, parts, patience):
+            self.patience = patience
+            return True
+
+    direct, settings = Direct(), Settings(body_timeout=3, body_rate=1000)
+    body, service = SimpleNamespace(direct=direct), SimpleNamespace(settings=settings)
+    request = SimpleNamespace(exchange=Exchange("POST", "/", {}, "one"), body=body, service=service)
+    asyncio.run(reply(request, [bytes(4000), bytes(1000)], {}))
+    assert (direct.patience, request.exchange.bytes_out) == (3 + 5, 5000)
 
 
 KEY = {"authorization": "Bearer all"}
