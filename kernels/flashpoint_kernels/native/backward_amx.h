@@ -182,8 +182,8 @@ NOINLINE void step(const struct call *call, const struct part *part, struct scra
         for (int64_t j = strip.from; j < strip.to; j += 32) {
             const struct right k = {own->k_columns + 2 * j * dim, 32 * dim, TILE_BYTES};
             const struct right v = {own->v_columns + 2 * j * value_dim, 32 * value_dim, TILE_BYTES};
-            multiply_tiles(own->p + j / 16 * 2 * TILE, TILE, 2 * TILE, q, k, dim / STEP, 2, 2, 0);
-            multiply_tiles(own->ds + j / 16 * 2 * TILE, TILE, 2 * TILE, dout, v, value_dim / STEP, 2, 2, 0);
+            multiply_tiles(own->p + j / 16 * 2 * TILE, TILE, 2 * TILE, q, k, dim / STEP, 2, 2, 0, 16);
+            multiply_tiles(own->ds + j / 16 * 2 * TILE, TILE, 2 * TILE, dout, v, value_dim / STEP, 2, 2, 0, 16);
         }
         for (int64_t r = 0; r < some; r++) {
             const struct row numbers = {own->p + r * 16, own->ds + r * 16, 2 * TILE, 0};
@@ -199,17 +199,17 @@ NOINLINE void step(const struct call *call, const struct part *part, struct scra
         const struct right ds = {own->ds_pairs + j / 16 * TILE_BYTES, TILE_BYTES, STRIP_BYTES};
         for (int64_t d = 0; part->dv.at && d < value_dim; d += 32) {
             const struct left dout = {own->dout_columns + 2 * row * value_dim + d * 64, TILE_BYTES, 64, 64 * value_dim};
-            multiply_tiles(own->dv_tiles + (d * KEY_TILES + j) * 16, KEY_TILES * TILE, TILE, dout, p, rows / STRIP, 2, 2, 1);
+            multiply_tiles(own->dv_tiles + (d * KEY_TILES + j) * 16, KEY_TILES * TILE, TILE, dout, p, rows / STRIP, 2, 2, 1, 16);
         }
         for (int64_t d = 0; part->dk.at && d < dim; d += 32) {
             const struct left q = {own->q_columns + 2 * row * dim + d * 64, TILE_BYTES, 64, 64 * dim};
-            multiply_tiles(own->dk_tiles + (d * KEY_TILES + j) * 16, KEY_TILES * TILE, TILE, q, ds, rows / STRIP, 2, 2, 1);
+            multiply_tiles(own->dk_tiles + (d * KEY_TILES + j) * 16, KEY_TILES * TILE, TILE, q, ds, rows / STRIP, 2, 2, 1, 16);
         }
     }
     for (int64_t i = 0; part->dq.at && i < rows; i += 32)
         for (int64_t d = 0; d < dim; d += 32) {
             const struct left ds = {own->ds_rows + 2 * (i * KEYS + from), 32 * KEYS, 2 * KEYS, 64};
             const struct right k = {own->k_pairs + 2 * from * dim + d * 64, TILE_BYTES, 64 * dim};
-            multiply_tiles(own->dq + (row + i) * dim + d * 16, 16 * dim, TILE, ds, k, (to - from) / STEP, 2, 2, 1);
+            multiply_tiles(own->dq + (row + i) * dim + d * 16, 16 * dim, TILE, ds, k, (to - from) / STEP, 2, 2, 1, 16);
         }
 }

@@ -48,7 +48,8 @@ struct scratch {
     uint32_t *drawn, *room;       /* for dropout: words of a strip, (BLOCK, 16) for each tile, and of 16 queries */
     struct sight *sights;
     struct rows_of_keys k[STEPS], v[STEPS];
-    int64_t tiles_of_queries, dim, value_dim; /* dimensions are multiples of STEP */
+    int64_t tiles_of_queries, used; /* used: rows of a tile of queries, if there is only one */
+    int64_t dim, value_dim;         /* multiples of STEP */
     float q_peak; /* the largest absolute value in q; infinity if q has an infinity or a NaN */
     struct tile_shapes before; /* the thread's tile configuration before the call */
 };
@@ -169,6 +170,7 @@ INLINE void load_queries(const struct call *call, const struct task *task, struc
     shorts peak = {0};
     struct cursor cursor = first_row(task);
     own->tiles_of_queries = tiles_of(rows);
+    own->used = rows;
     for (int64_t first = 0; first < own->tiles_of_queries * QUERIES; first += QUERIES) {
         memset(own->k_rows, 0, QUERIES * bytes); /* use it as temporary memory: it is not needed yet */
         for (int64_t r = first; r < lesser(first + QUERIES, rows); r++)
@@ -252,7 +254,8 @@ INLINE void multiply_keys(const struct scratch *own, float *s, int64_t tile, int
     const struct rows_of_keys k = own->k[step];
     const int64_t steps = own->dim / STEP;
     multiply_tiles(s + step * 2 * tiles * 256, tiles * 256, 256, (struct left){k.at[0], k.at[1] - k.at[0], k.step, 64},
-                   (struct right){own->q + tile * steps * TILE_BYTES, steps * TILE_BYTES, TILE_BYTES}, steps, 2, tiles, 0);
+                   (struct right){own->q + tile * steps * TILE_BYTES, steps * TILE_BYTES, TILE_BYTES}, steps, 2, tiles, 0,
+                   own->used);
 }
 
 /* Add to o the product of a strip's probabilities p and the values of the steps in `hull`. */
@@ -263,13 +266,14 @@ INLINE void add_values(const struct scratch *own, int64_t tile, struct hull hull
         exchange_tiles(own->turned, own->p + hull.low * TILE_BYTES, steps);
         for (int64_t c = 0; c < columns; c += 2)
             multiply_tiles(own->tiles + c * 256, 0, 256, (struct left){own->turned, 0, 64, TILE_BYTES},
-                           (struct right){values + c * TILE_BYTES, TILE_BYTES, columns * TILE_BYTES}, steps, 1, 2, 1);
+                           (struct right){values + c * TILE_BYTES, TILE_BYTES, columns * TILE_BYTES}, steps, 1, 2, 1,
+                           own->used);
         return;
     }
     for (int64_t c = 0; c < columns; c += 2)
         multiply_tiles(own->tiles + (tile * columns + c) * 256, 256, columns * 256,
                        (struct left){values + c * TILE_BYTES, TILE_BYTES, 64, columns * TILE_BYTES},
-                       (struct right){own->p + hull.low * TILE_BYTES, PAIRS, TILE_BYTES}, steps, 2, 2, 1);
+                       (struct right){own->p + hull.low * TILE_BYTES, PAIRS, TILE_BYTES}, steps, 2, 2, 1, 16);
 }
 
 INLINE float bfloat16_at(const char *p) {

@@ -109,11 +109,13 @@ struct right {
 
 /* Write the sums of `steps` tile products to `rows`·`columns` tiles of c or, with `add`, add them to c. Each tile of c
    is (16, 16) without gaps; the strides c_down and c_right are in floats. `rows`, `columns` (1 or 2) and `add` are
-   compile-time constants. */
+   compile-time constants. With one row or one column of tiles, only its first `used` rows or columns are needed; what is
+   in the others is not defined, but they do not change the needed ones. */
 #if defined(__AMX_BF16__) || defined(TILES_IN_C)
 
 INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
-                           const int rows, const int columns, const int add) {
+                           const int rows, const int columns, const int add, int64_t used) {
+    (void)used;
     if (add) {
         TILE_LOAD(0, c, 64);
         if (rows == 2) TILE_LOAD(1, c + c_down, 64);
@@ -149,37 +151,52 @@ INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct lef
 
 #else
 
-#define TALL_TILE 8 /* rows of c whose sums stay in registers, each in up to two vectors */
-
-/* The sums of each row are one chain, which begins with 0, so that long sums over calls round like those of AMX. */
-INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
-                           const int rows, const int columns, const int add) {
-    for (int m = 0; m < 16 * rows; m += TALL_TILE) {
-        const char *left = a.at + m / 16 * a.down + m % 16 * a.row, *right = b.at;
-        __m512 sums[TALL_TILE][2];
+/* Compute `height` rows of c from rows of a. The sums of each row are one chain, which begins with 0, so that long sums
+   over calls round like those of AMX. With `narrow` only the first 8 columns are computed, and the others are 0. `height`,
+   `columns`, `add` and `narrow` are compile-time constants. */
+INLINE void multiply_rows(float *c, int64_t c_right, const char *a, int64_t a_row, int64_t a_next, struct right b,
+                          int64_t steps, const int height, const int columns, const int add, const int narrow) {
+    __m512 sums[8][2];
+    __m256 halves[8];
 #pragma GCC unroll 8
-        for (int r = 0; r < TALL_TILE; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-        for (int64_t n = 0; n < steps; n++, left += a.next, right += b.next)
+    for (int r = 0; r < height; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps(), halves[r] = _mm256_setzero_ps();
+    for (int64_t n = 0; n < steps; n++, a += a_next, b.at += b.next)
 #pragma GCC unroll 2
-            for (int k = 0; k < 16; k++) {
-                const __m512bh y = (__m512bh)_mm512_loadu_ps(right + k * 64);
-                const __m512bh z = (__m512bh)_mm512_loadu_ps(right + (columns - 1) * b.right + k * 64);
+        for (int k = 0; k < 16; k++) {
+            const char *from = b.at + k * 64;
 #pragma GCC unroll 8
-                for (int r = 0; r < TALL_TILE; r++) {
-                    int32_t pair;
-                    memcpy(&pair, left + r * a.row + 4 * k, sizeof pair);
-                    const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, y);
-                    if (columns == 2) sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, z);
+            for (int r = 0; r < height; r++) {
+                int32_t pair;
+                memcpy(&pair, a + r * a_row + 4 * k, sizeof pair);
+                if (narrow) {
+                    const __m256bh y = (__m256bh)_mm256_loadu_ps((const float *)from);
+                    halves[r] = _mm256_dpbf16_ps(halves[r], (__m256bh)_mm256_set1_epi32(pair), y);
+                    continue;
                 }
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+                sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, (__m512bh)_mm512_loadu_ps(from));
+                if (columns == 2) sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, (__m512bh)_mm512_loadu_ps(from + b.right));
             }
-        float *to = c + m / 16 * c_down + m % 16 * 16;
-#pragma GCC unroll 8
-        for (int r = 0; r < TALL_TILE; r++, to += 16) {
-            store_floats(to, add ? load_floats(to) + (floats)sums[r][0] : (floats)sums[r][0]);
-            if (columns == 2)
-                store_floats(to + c_right, add ? load_floats(to + c_right) + (floats)sums[r][1] : (floats)sums[r][1]);
         }
+#pragma GCC unroll 8
+    for (int r = 0; r < height; r++, c += 16) {
+        const floats sum = (floats)(narrow ? _mm512_zextps256_ps512(halves[r]) : sums[r][0]);
+        store_floats(c, add ? load_floats(c) + sum : sum);
+        if (columns == 2) store_floats(c + c_right, add ? load_floats(c + c_right) + (floats)sums[r][1] : (floats)sums[r][1]);
+    }
+}
+
+INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
+                           const int rows, const int columns, const int add, int64_t used) {
+    for (int m = 0; m < 16 * rows && (rows == 2 || m < used); m += 8) {
+        float *to = c + m / 16 * c_down + m % 16 * 16;
+        const char *from = a.at + m / 16 * a.down + m % 16 * a.row;
+        if (rows == 1 && used <= 4)
+            multiply_rows(to, c_right, from, a.row, a.next, b, steps, 4, columns, add, 0);
+        else if (columns == 1 && used <= 8)
+            multiply_rows(to, c_right, from, a.row, a.next, b, steps, 8, columns, add, 1);
+        else
+            multiply_rows(to, c_right, from, a.row, a.next, b, steps, 8, columns, add, 0);
     }
 }
 
