@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from forms import SAFETENSORS
 from runner import Args, run
-from serving import Connection, service
+from serving import Child, Connection, family, service, until
 
 import flashpoint
 
@@ -46,6 +47,8 @@ q, k, v = torch.randn(3, 1, 8, 128, 64).unbind()
 sinks = torch.randn(8)
 for call in range(3):
     if call == 2:
+        import sitecustomize
+        sitecustomize.begin()
         pathlib.Path(sys.argv[1], "on").write_text(sys.argv[2])
     attention(q, k, v, sinks=sinks)
 """
@@ -69,6 +72,13 @@ class Trace:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
+
+    def begin(self, child: Child) -> None:
+        """Let the processes of a server trace."""
+        processes = family(child).values()
+        for each in processes:
+            each.send_signal(signal.SIGUSR2)
+        until(lambda: all(Path(self.folder, f"{each.pid}.begun").exists() for each in processes), child)
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
@@ -118,9 +128,7 @@ def _role(way: Iterable[str]) -> str:
     files = set(way)
     if any(name.startswith("flashpoint_server/engine/loop") for name in files):
         return "engine"
-    if any(name.startswith("flashpoint_server/http/") for name in files):
-        return "HTTP"
-    return "JSON" if any(name.endswith("codec_process.py") for name in files) else "library"
+    return "HTTP" if any(name.startswith("flashpoint_server/http/") for name in files) else "library"
 
 
 def small(port: int, shape: tuple[int, ...] = SMALL) -> Callable[[], Any]:
@@ -214,7 +222,8 @@ def measure(args: Args) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trace, path = Trace(folder), os.pathsep.join(filter(None, [str(TRACED), os.environ.get("PYTHONPATH")]))
         os.environ.update(TRACE_FOLDER=folder, PYTHONPATH=path)
-        with service() as (_, port, _):
+        with service() as (child, port, _):
+            trace.begin(child)
             rows = classes(trace, port)
             counts = {}
             for mode, call in ({} if args.classes else ways(port)).items():

@@ -31,7 +31,7 @@ from runner import MALLOC, ROOT, Args, apart, in_turn, option, ratio, run, secon
 MIB = 1 << 20
 BIG = 64 * MIB
 SMALL = (1, 8, 128, 64)  # shape of q, k and v in the small call whose latency is measured
-START_SECONDS, ENDING_SECONDS = 60.0, 30.0
+START_SECONDS, ENDING_SECONDS = 600.0, 30.0  # a start takes 4 s on an idle machine, minutes on a busy one
 LARGE = 4  # rounds of large bodies per round of small calls: large bodies take less time, and their times vary more
 
 Child = subprocess.Popen[str]
@@ -219,12 +219,16 @@ def engine_variables() -> dict[str, str]:
     return {name: value for name, value in ENGINE_VARIABLES.items() if name not in os.environ}
 
 
-def resident(child: Child) -> dict[str, float]:
-    """Return the resident MiB of the HTTP process and of its engine; shared memory counts in both."""
+def family(child: Child) -> dict[str, psutil.Process]:
+    """Return the HTTP process and its engine."""
     http_process = psutil.Process(child.pid)
     (engine,) = http_process.children()
-    processes = {"http": http_process, "engine": engine}
-    return {name: round(each.memory_info().rss / MIB, 1) for name, each in processes.items()}
+    return {"HTTP": http_process, "engine": engine}
+
+
+def resident(child: Child) -> dict[str, float]:
+    """Return the resident MiB of the HTTP process and of its engine; shared memory counts in both."""
+    return {name.lower(): round(each.memory_info().rss / MIB, 1) for name, each in family(child).items()}
 
 
 def memory(ours: Connection, child: Child, *counts: int) -> list[dict[str, float]]:

@@ -1,18 +1,20 @@
 """Record what each process of the server passes through, for request_path.py, which puts this folder into its path.
 
-While the folder TRACE_FOLDER has a file `on`, each process appends to a file of its own: a line for each call of a
-function of the project (the file of its code), and for each object of a class of the server that a function gets, makes
-or returns (its class, and a number). The text of `on` names the window, and comes first in each line. The records
-(named tuples and structs) in the attributes of such an object have lines too, which end with the object's class.
-Work of the server without a request, such as its report every second, is left out.
+After a SIGUSR2, and while the folder TRACE_FOLDER has a file `on`, each process appends to a file of its own: a line
+for each call of a function of the project (the file of its code), and for each object of a class of the server that a
+function gets, makes or returns (its class, and a number). The text of `on` names the window, and comes first in each
+line. The records (named tuples and structs) in the attributes of such an object have lines too, which end with the
+object's class. Work of the server without a request, such as its report every second, is left out.
 """
 
 import enum
 import os
+import signal
 import sys
 import threading
 from collections import deque
 from itertools import islice
+from pathlib import Path
 
 FOLDER = os.environ.get("TRACE_FOLDER")
 PACKAGES = ("/flashpoint_server/", "/flashpoint_kernels/", "/flashpoint_contract/", "/client/flashpoint/")
@@ -110,6 +112,12 @@ def profile(frame: object, event: str, argument: object) -> None:
         _busy.now = False
 
 
-if FOLDER:
+def begin(*_: object) -> None:
+    """Trace the main thread from now on, so that tracing does not slow the start."""
     sys.setprofile(profile)
+    Path(FOLDER, f"{os.getpid()}.begun").touch()
+
+
+if FOLDER:
+    signal.signal(signal.SIGUSR2, begin)
     threading.setprofile(profile)

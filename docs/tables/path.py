@@ -1,11 +1,11 @@
-"""Tables about the way of a warm call through the code, from benchmarks/request_path.py."""
+"""Tables about the way of a warm call through the code, from benchmarks/request_path.py and small_call.py."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
 
-from .markdown import NOT_MEASURED, ROOT, Result, made_on, named, results, table
+from .markdown import NOT_MEASURED, ROOT, Result, by_machine, made_on, named, results, table
 
 SERVER = "flashpoint_server"
 LIVES = {"call": "each call", "connection": "each connection", "plan": "once for a plan", "process": "once"}
@@ -63,10 +63,22 @@ def call_path() -> str:
     rows = []
     for mode, processes in result["counts"].items():
         for process, counts in processes.items():
-            if process != "JSON":  # its calls are those of the tensors' numbers
-                rows.append((mode, process, *_numbers(counts)))
+            rows.append((mode, process, *_numbers(counts)))
     return f"\n{made_on(result['environment'])}:\n\n" + table(("call", "process", "files", "calls", "runs"), rows)
 
 
 def _numbers(counts: dict[str, int]) -> Iterable[int]:
     return (counts[name] for name in ("files", "calls", "runs"))
+
+
+@by_machine("small-call", "python", "uvicorn")
+def small_call(result: Result) -> str:
+    """Return the microseconds of a small call by stage, and the functions that take most of them."""
+    medians, processor = result["median_microseconds"], result["processor_microseconds"]
+    stages = [(name, microseconds) for name, microseconds in medians.items()]
+    stages += [(f"processor time, {name}", microseconds) for name, microseconds in processor.items()]
+    text = f"; medians of {result['calls']:,} calls.\n\n" + table(("", "µs"), stages)
+    for process, rows in result["functions"].items():
+        lines = ((f"`{row['function']}`", row["calls"], row["microseconds"]) for row in rows)
+        text += f"\n{process}, under the profiler:\n\n" + table(("function", "calls", "own processor time, µs"), lines)
+    return text
