@@ -18,6 +18,7 @@ from flashpoint_contract.spec import plan
 from flashpoint_kernels import Problem, attention, attention_backward, attention_weights, key_weights, run
 from flashpoint_kernels.dispatching.support import unsupported
 from flashpoint_kernels.problems.problem import tensor_info
+from flashpoint_kernels.timing.clock import peak_bytes
 from tests.support.kernels.problems import Sizes, problems
 from tests.support.kernels.solving import normal
 from tests.support.oracle import answer
@@ -250,3 +251,13 @@ print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < (1 << 30) // 20
+
+
+def test_the_parts_of_long_queries_add_up_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of several parts of the queries has sums of its own: of a number for each key, not of its gradient too."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    q, k = normal(1, 1, 16384, 64), normal(1, 1, 8192, 64, seed=1)
+    lse = torch.zeros(1, 1, 16384)
+    key_weights(q[:, :, :64], k[:, :, :64], lse=lse[:, :, :64])
+    found = peak_bytes(lambda: key_weights(q, k, lse=lse), "cpu")
+    assert found is None or found < 6 << 20  # sums of 5 parts for keys of 65 numbers take 10.2 MiB

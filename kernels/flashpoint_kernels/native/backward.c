@@ -38,10 +38,11 @@ INLINE void write_keys(const struct call *call, const struct part *part, const s
             if (part->dv.at) write_row(part->dv.at + key * part->dv.row, type, dv, call->value_dim);
             continue;
         }
-        float *sums = part->sums + key * (call->dim + call->value_dim);
-        for (int64_t d = 0; d < call->dim; d++) sums[d] = part->add ? sums[d] + dk[d] : dk[d];
-        sums += call->dim;
-        for (int64_t d = 0; d < call->value_dim; d++) sums[d] = part->add ? sums[d] + dv[d] : dv[d];
+        const int64_t k_width = part->dk.at ? call->dim : 0, v_width = part->dv.at ? call->value_dim : 0;
+        float *sums = part->sums + key * (k_width + v_width);
+        for (int64_t d = 0; d < k_width; d++) sums[d] = part->add ? sums[d] + dk[d] : dk[d];
+        sums += k_width;
+        for (int64_t d = 0; d < v_width; d++) sums[d] = part->add ? sums[d] + dv[d] : dv[d];
     }
 }
 
@@ -85,7 +86,7 @@ INLINE void compute(const struct call *call, const struct part *part, struct scr
                 }
                 if (!seen++)
                     copy_keys(call, own, part->k.at + position * part->k.row, part->k.row,
-                              part->v.at + position * part->v.row, part->v.row, block.keys);
+                              of_scores(part) ? part->v.at + position * part->v.row : 0, part->v.row, block.keys);
                 step(call, part, own, range, g * rows + i, g, first, count, &block);
             }
         if (seen) finish_keys(own);

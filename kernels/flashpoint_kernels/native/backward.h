@@ -11,13 +11,6 @@
 #define KEYS 128 /* keys of a block */
 #endif
 
-/* The rows of a tensor. Strides are in bytes; the elements of a row are adjacent. An address of 0 means that the tensor
-   is absent. */
-struct rows {
-    char *at;
-    int64_t head, row;
-};
-
 /* `count` queries from `first` on, of one sequence and `heads` key/value heads. Addresses are those of the sequence's
    first row and the part's first head. Query i sees the keys [i + low, i + high) of the sequence's `keys` keys. Outputs
    without an address are not computed. */
@@ -25,7 +18,8 @@ struct part {
     int64_t heads;
     struct rows q, o, dout, lse, dlse, dq; /* dout: the gradient of o; lse and dlse are float32; an absent dlse is 0 */
     struct rows k, v, dk, dv;
-    float *sums; /* null: write dk and dv. Else float32 (keys, dim + value_dim) of one head, to write or to add to */
+    float *sums; /* null: write dk and dv. Else float32 (keys, dk and dv as far as they are computed) of one head, to
+                    write or to add to */
     int64_t add; /* 1: add to `sums`; 0: write them */
     const float *slopes, *sinks;
     double *dsinks; /* one for each query head; the part adds to them */
@@ -78,6 +72,9 @@ struct row {
     uint8_t *seen;
 };
 
+/* Return whether the part needs the gradients of scores, thus v: dv alone does not. */
+INLINE int of_scores(const struct part *part) { return part->dq.at || part->dk.at || part->dmask.at; }
+
 /* ---- the magnitude of elements ---- */
 
 INLINE float number_of(uint32_t bits) {
@@ -126,7 +123,7 @@ INLINE enum range range_of(const struct call *call, const struct part *part) {
     }
     if (keys > 0) {
         k = largest_bits(part->k.at + from * part->k.row, part->k.row, type, keys, call->dim);
-        v = largest_bits(part->v.at + from * part->v.row, part->v.row, type, keys, call->value_dim);
+        if (of_scores(part)) v = largest_bits(part->v.at + from * part->v.row, part->v.row, type, keys, call->value_dim);
     }
     if (q >= 0x7f800000u || dout >= 0x7f800000u || k >= 0x7f800000u || v >= 0x7f800000u) return NONFINITE;
     const double scale = call->scale > 1 ? call->scale : call->scale < -1 ? -call->scale : 1, most = 0x1p100;

@@ -216,14 +216,21 @@ class Backward:
         for (row, head), (total, *others) in self._sums.items():
             for more in others:
                 total += more
-            widths = [self.t[name].shape[3] for name in "kv"]
-            for name, sums in zip(("dk", "dv"), torch.split(total, widths, 1), strict=True):
-                if name in self.t:
-                    self.t[name][row.batch, head].narrow(0, row.kv_start, row.kv_len).copy_(sums)
+            for name, sums in zip(self._of_keys, torch.split(total, self._widths, 1), strict=True):
+                self.t[name][row.batch, head].narrow(0, row.kv_start, row.kv_len).copy_(sums)
         if "dsinks" not in self.t:
             return None
         each = np.concatenate([np.zeros((1, self.t["q"].shape[1])), *self._dsinks])
         return torch.from_numpy(np.add.accumulate(each)[-1])  # sum in this order, one part after another
+
+    @property
+    def _of_keys(self) -> list[str]:
+        """Return the requested gradients to which several parts may add."""
+        return [name for name in ("dk", "dv") if name in self.t]
+
+    @property
+    def _widths(self) -> list[int]:
+        return [self.t[name].shape[3] for name in self._of_keys]
 
     def _memory_of_dsinks(self, count: int) -> int:
         """Return the address of new memory for the dsinks of `count` parts; 0 if dsinks is not requested."""
@@ -285,8 +292,8 @@ class Backward:
                     sums = self._sums.setdefault((part.row, part.head), [])
                     adds = part is not run[0] and not run[0].first
                     if not adds:
-                        width = sum(self.t[name].shape[3] for name in "kv")
-                        sums.append(torch.empty(part.row.kv_len, width, dtype=torch.float32, device="cpu"))
+                        shape = part.row.kv_len, sum(self._widths)
+                        sums.append(torch.empty(shape, dtype=torch.float32, device="cpu"))
                     address = sums[-1].data_ptr()
                 tasks.extend(self._task(part, address, adds, self._memory_of_dsinks(1)))
         return tasks

@@ -106,10 +106,10 @@ INLINE void copy_keys(const struct call *call, struct scratch *own, const char *
                       int64_t v_row, int64_t keys) {
     const int64_t dim = own->dim, value_dim = own->value_dim, whole = rounded(keys, STEP);
     copy_rows(own->k_rows, k, k_row, call->dim, keys, dim, whole);
-    copy_rows(own->v_rows, v, v_row, call->value_dim, keys, value_dim, whole);
+    if (v) copy_rows(own->v_rows, v, v_row, call->value_dim, keys, value_dim, whole);
     for (int64_t j = 0; j < whole; j += 16) {
         columns_of_rows(own->k_columns + 2 * j * dim, own->k_rows + 2 * j * dim, 2 * dim, dim);
-        columns_of_rows(own->v_columns + 2 * j * value_dim, own->v_rows + 2 * j * value_dim, 2 * value_dim, value_dim);
+        if (v) columns_of_rows(own->v_columns + 2 * j * value_dim, own->v_rows + 2 * j * value_dim, 2 * value_dim, value_dim);
         pairs_of_rows(own->k_pairs + j / STEP * 2 * STEP * dim + j % STEP / 16 * 512, own->k_rows + 2 * j * dim, 2 * dim,
                       dim);
     }

@@ -66,14 +66,17 @@ INLINE void copy_queries(const struct call *call, struct scratch *own, const cha
     memset(own->dq + row * own->dim, 0, sizeof(float) * count * own->dim);
 }
 
-/* Copy the keys and values of a block as float32, by rows and by columns. Set their gradients to 0. */
+/* Copy the keys of a block and its values, unless v is null, as float32, by rows and by columns. Set their gradients
+   to 0. */
 INLINE void copy_keys(const struct call *call, struct scratch *own, const char *k, int64_t k_row, const char *v,
                       int64_t v_row, int64_t keys) {
     const int64_t whole = rounded(keys, 16);
     copy_rows(own->k, k, k_row, (enum type)call->type, call->dim, keys, whole);
-    copy_rows(own->v, v, v_row, (enum type)call->type, call->value_dim, keys, whole);
     copy_columns(own->k_columns, own->k, own->dim, whole);
-    copy_columns(own->v_columns, own->v, own->value_dim, whole);
+    if (v) {
+        copy_rows(own->v, v, v_row, (enum type)call->type, call->value_dim, keys, whole);
+        copy_columns(own->v_columns, own->v, own->value_dim, whole);
+    }
     memset(own->dk, 0, sizeof(float) * whole * own->dim);
     memset(own->dv, 0, sizeof(float) * whole * own->value_dim);
 }
@@ -151,13 +154,13 @@ NOINLINE void step(const struct call *call, const struct part *part, struct scra
     const float *p = own->p + from, *ds = own->ds + from;
     float *dk = own->dk + from * dim, *dv = own->dv + from * value_dim, *dq = own->dq + row * dim;
     const int apart = range == NONFINITE && !(block->all && !part->mask.at);
-    const int of_scores = part->dq.at || part->dk.at || part->dmask.at; /* dV alone needs no dP */
+    const int with_scores = of_scores(part);
     clear_mask(call, part, head, first, count, block);
     write_product(own->p + from, q, dim, own->k_columns + from, count, keys, dim);
-    if (of_scores) write_product(own->ds + from, dout, value_dim, own->v_columns + from, count, keys, value_dim);
+    if (with_scores) write_product(own->ds + from, dout, value_dim, own->v_columns + from, count, keys, value_dim);
     if (range == LARGE) {
         put_right(own->p + from, q, own->k + from * dim, count, keys, dim);
-        if (of_scores) put_right(own->ds + from, dout, own->v + from * value_dim, count, keys, value_dim);
+        if (with_scores) put_right(own->ds + from, dout, own->v + from * value_dim, count, keys, value_dim);
     }
     for (int64_t i = 0; i < count; i++) {
         const struct row numbers = {own->p + i * PITCH, own->ds + i * PITCH, 16, apart ? own->seen + i * PITCH : 0};

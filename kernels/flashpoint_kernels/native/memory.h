@@ -1,4 +1,4 @@
-/* The temporary memory of a call in one thread, and functions for sizes. */
+/* The memory of a call: its tensors, and its temporary memory in one thread. Functions for sizes. */
 
 #ifndef FLASHPOINT_MEMORY
 #define FLASHPOINT_MEMORY
@@ -19,6 +19,13 @@
 INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* The rows of a tensor. Strides are in bytes; the elements of a row are adjacent. An address of 0 means that the tensor
+   is absent. */
+struct rows {
+    char *at;
+    int64_t head, row;
+};
 
 /* Memory for a call. The caller makes the same calls of `take` twice: the first time they count bytes; after `reserve`,
    the second time they return addresses. Each address is at the start of a cache line. */
