@@ -16,6 +16,16 @@ HANDLES = frozenset({  # tensors and options; a problem with another one is refu
     "precision", "return_lse", "return_key_weights", "grads", "deterministic", "backend",
 })  # fmt: skip
 
+# Features, and tensors and options, of a forward whose tangents the kernel tangent.c computes.
+SUPPORT_IN_DERIVATIVES = frozenset({
+    "float32", "causal", "window", "tf32", "lse", "thd", "lengths", "gqa", "value_dim", "wide_head_dim",
+})  # fmt: skip
+IN_DERIVATIVES = frozenset({
+    "q", "k", "v", "q_lengths", "kv_lengths", "offset", "cu_seqlens_q", "cu_seqlens_k", "o", "lse",
+    "layout", "causal", "causal_alignment", "window", "scale", "precision", "return_lse", "grads", "deterministic",
+    "backend",
+})  # fmt: skip
+
 
 def supports(spec: Spec) -> bool:
     """Return whether the kernels are available and support the problem."""

@@ -33,6 +33,7 @@ _MODULES = {
     "reference": "reference_backend.formula",
 }
 _DERIVATIVES = {"tiled": "tiled_backend.derivatives", "reference": "reference_backend.derivatives"}
+_TANGENTS = {"cpu": "cpu_backend.derivatives", **_DERIVATIVES}  # backends of the forward's tangents
 _OF_OPERATORS = ("torch", "tiled", "reference")  # backends that are made of torch's operators
 _OWN_FORWARD = ("reference", "cpu")  # backends whose `backward` computes missing `o` and `lse` itself
 
@@ -93,6 +94,7 @@ def backend_for(spec: Spec, device: str) -> str:
 def derivative_backend(spec: Spec, device: str) -> str:
     """Return the backend for derivatives along a direction, of the forward or of the gradients.
 
+    It is `cpu` only where `auto` asks for the forward's tangents, which the kernels in C have for some problems.
     Raises ProblemError if `spec` names a backend without them, or one that cannot do this problem.
     """
     named = spec.options.backend
@@ -101,6 +103,8 @@ def derivative_backend(spec: Spec, device: str) -> str:
             text = f"{named} has no forward-mode or second derivatives: use auto, {' or '.join(_DERIVATIVES)}"
             raise ProblemError([("backend", text)])
         return backend_for(spec, device)
+    if "cpu" in available_backends(device) and not unsupported("cpu", spec, derived=True):
+        return "cpu"
     return next((each for each in _DERIVATIVES if not unsupported(each, spec, derived=True)), "reference")
 
 
@@ -164,7 +168,8 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
 
 def _solve(problems: Sequence[Problem], backend: str) -> None:
     if problems[0].tangents is not None:
-        import_module(f"flashpoint_kernels.{_DERIVATIVES[backend]}").solve(problems)
+        if left := import_module(f"flashpoint_kernels.{_TANGENTS[backend]}").solve(problems):
+            run(left, "tiled")
     elif problems[0].spec.direction == "forward":
         if any("key_weights" in problem.outputs for problem in problems):
             _solve_and_weigh(problems, backend)

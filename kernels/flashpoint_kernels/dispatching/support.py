@@ -24,9 +24,10 @@ HANDLES = {
     "tiled": tiled_backend.HANDLES,
     "reference": reference_backend.HANDLES,
 }
-# The backends that compute scores in further modules, which may lack a row that the backend handles.
+# The backends that compute scores in further modules, which may lack a row or a feature that the backend has.
 IN_BLOCKS = {"tiled": tiled_backend.IN_BLOCKS}
-IN_DERIVATIVES = {"tiled": tiled_backend.IN_DERIVATIVES}
+IN_DERIVATIVES = {"cpu": cpu_backend.IN_DERIVATIVES, "tiled": tiled_backend.IN_DERIVATIVES}
+SUPPORT_IN_DERIVATIVES = {"cpu": cpu_backend.SUPPORT_IN_DERIVATIVES}
 
 
 class Backends(tuple[str, ...]):
@@ -65,17 +66,22 @@ def unsupported(backend: str, spec: Spec, derived: bool = False) -> list[tuple[s
     """Return (field, message) for each feature of `spec` that `backend` does not support, and each tensor and option
     that it does not list. `derived`: for derivatives along a direction.
     """
-    missing = spec.features - SUPPORT[backend]
+    missing, derivatives, of_features = spec.features - SUPPORT[backend], " in forward-mode or second derivatives", ""
+    if derived and not missing:
+        missing, of_features = spec.features - SUPPORT_IN_DERIVATIVES.get(backend, SUPPORT[backend]), derivatives
     if backend == "cpu" and native.library() is None:
         return [("backend", native.missing())]
     handled, where = HANDLES[backend], ""
     if spec.has("block_mask") and not spec.given <= (listed := IN_BLOCKS.get(backend, handled)):
         handled, where = listed, " with block_mask"
     if derived and not spec.given <= (listed := IN_DERIVATIVES.get(backend, handled)):
-        handled, where = listed, " in forward-mode or second derivatives"
+        handled, where = listed, derivatives
     if not missing and spec.given <= handled:
         return []
-    errors = [(field, f"the {backend} backend does not support {what}") for field, what in map(said, sorted(missing))]
+    errors = [
+        (field, f"the {backend} backend does not support {what}{of_features}")
+        for field, what in map(said, sorted(missing))
+    ]
     unnamed = spec.given - handled - {field for field, _ in errors}
     return errors + [(name, f"the {backend} backend does not support {name}{where}") for name in sorted(unnamed)]
 

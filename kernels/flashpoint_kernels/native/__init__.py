@@ -1,4 +1,5 @@
-"""CPU kernels in C: the forward (forward.c, called by forward.py) and the gradient (backward.c, backward.py).
+"""CPU kernels in C: the forward (forward.c, called by forward.py), the gradient (backward.c, backward.py) and the
+tangent (tangent.c, tangent.py).
 
 The forward reads keys, also 8-bit ones, in place, whatever their layout: contiguous, in pages, or in chunks. The bits
 of a row of o depend only on the row, its keys and the options: not on other rows, on the place of the keys, or on the
@@ -39,6 +40,7 @@ class Functions(NamedTuple):
     forward: Any
     merge: Any
     backward: Any
+    tangent: Any  # of float32
 
 
 class Library(NamedTuple):

@@ -17,10 +17,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = "libflashpoint.so"
-KERNELS = ("forward", "backward")
+KERNELS = ("forward", "backward", "tangent")
 SOURCES = (
     "forward.c", "forward.h", "forward_float32.h", "forward_amx.h", "backward.c", "backward.h", "backward_float32.h",
-    "backward_amx.h", "memory.h", "options.h", "products.h", "tiles.h", "vectors.h", "isa.c", "threads.c",
+    "backward_amx.h", "tangent.c", "memory.h", "options.h", "products.h", "tiles.h", "vectors.h", "isa.c", "threads.c",
 )  # fmt: skip
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
 # The instruction sets for which the kernels are compiled, with compiler options. Each set includes the sets before it.

@@ -39,9 +39,9 @@ def library(folder: Path, fault: str = "") -> Path:
     flags = [*build.FLAGS, *build.X86_64["avx512"].split(), "-Werror", "-O1"]
     tiles_in_c = ["-DTILES_IN_C", "-DISA=tiles"]
     # If products may overflow, the tiled gradient calls the AVX-512 kernel for them.
-    parts = {"forward": tiles_in_c, "backward": tiles_in_c, "large": ["-DISA=avx512"]}
+    parts = {**dict.fromkeys(build.KERNELS, tiles_in_c), "large": ["-DISA=avx512"]}
     for name, options in parts.items():
-        source = str(sources / ("forward.c" if name == "forward" else "backward.c"))
+        source = str(sources / ("backward.c" if name == "large" else f"{name}.c"))
         compiled = [*command, *flags, *options, "-c", source, "-o", str(folder / f"{name}.o")]
         ran = subprocess.run(compiled, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr

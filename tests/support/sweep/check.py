@@ -13,8 +13,9 @@ from flashpoint_kernels import Options, Problem, run
 from flashpoint_kernels.problems.problem import launch_key
 from tests.support import oracle
 from tests.support.kernels.solving import restrided
+from tests.support.kernels.tangents import DIRECTIONS, check_tangents
 from tests.support.sweep.bounds import bounds
-from tests.support.sweep.cases import Case, tensors_of
+from tests.support.sweep.cases import OF_FORWARD, Case, tensors_of
 
 TOGETHER = 6  # problems of one call, of those backends that cut a call into parts
 OTHER_MEMORY = {"q": "apart", "k": "slice", "v": "odd", "do": "turned"}
@@ -88,6 +89,8 @@ def check(case: Case, backend: str) -> list[Problem]:
         compare(name, t, truth[name], allowed[name])
     for name, t in tensors.items():
         assert same_bits(t, before[name]), f"{name}, an input, was changed"
+    if backend == "cpu" and not case.features & {"not_finite", "huge", *OF_FORWARD}:
+        check_tangents(tensors, options, DIRECTIONS[case.seed % len(DIRECTIONS)])
     if in_other_memory:
         check_other_memory(problems, case)
     return problems

@@ -40,10 +40,11 @@ GUARDS = (
 
 
 class Blocks(NamedTuple):
-    """The sizes of a level's blocks: macros of forward.c and of backward.c, and the cuts of native/*.py."""
+    """The sizes of a level's blocks: macros of forward.c, backward.c and tangent.c, and the cuts of native/*.py."""
 
     forward: Mapping[str, int]
     backward: Mapping[str, int]
+    tangent: Mapping[str, int]
     tile: int  # rows.TILE
     step: int  # rows._STEP
     part: int  # backward._ROWS
@@ -59,16 +60,19 @@ class Blocks(NamedTuple):
 
 # A chunk has two blocks, so that a softmax goes on from block to block. In the gradient of AMX, a block has three
 # strips of 32 queries: with two, a fault between strips once stayed hidden.
-_TILES = Blocks({"BLOCK": 64, "CHUNK": 128}, {"KEYS": 32, "QUERIES": 96}, 80, 16, 96)
-_NARROW = Blocks({"BLOCK": 32, "STRIP": 12, "CHUNK": 64}, {"KEYS": 32, "QUERIES": 12}, 40, 10, 24)
+_OF_TANGENT = {"BLOCK": 64, "STRIP": 12}
+_TILES = Blocks({"BLOCK": 64, "CHUNK": 128}, {"KEYS": 32, "QUERIES": 96}, _OF_TANGENT, 80, 16, 96)
+_NARROW = Blocks(
+    {"BLOCK": 32, "STRIP": 12, "CHUNK": 64}, {"KEYS": 32, "QUERIES": 12}, {"BLOCK": 32, "STRIP": 12}, 40, 10, 24
+)
 SMALL = {
     "avx2": _NARROW,
     "generic": _NARROW,
-    "avx512": _NARROW._replace(forward={"BLOCK": 64, "STRIP": 12, "CHUNK": 128}),
+    "avx512": _NARROW._replace(forward={"BLOCK": 64, "STRIP": 12, "CHUNK": 128}, tangent=_OF_TANGENT),
     "avx512bf16": _TILES,
     "amx": _TILES,
 }
-USUAL = {level: Blocks({"CHUNK": 1024}, {"QUERIES": 128}, 384, 96, 2048) for level in SMALL}
+USUAL = {level: Blocks({"CHUNK": 1024}, {"QUERIES": 128}, {}, 384, 96, 2048) for level in SMALL}
 
 
 def levels() -> tuple[str, ...]:
@@ -177,7 +181,7 @@ def environment(sanitizer: str = "libasan.so") -> dict[str, str]:
 def use(path: Path, level: str, blocks: Blocks) -> None:
     """Make this process use one level of a guarded library, with Python's cuts as small as the library's blocks."""
     from flashpoint_kernels import native
-    from flashpoint_kernels.native import backward, calls, forward, prefix, rows
+    from flashpoint_kernels.native import backward, calls, forward, prefix, rows, tangent
 
     native.LIBRARY = calls.LIBRARY = str(path)  # an absolute path: it replaces the folder before it
     functions = native.level(level)
@@ -188,6 +192,7 @@ def use(path: Path, level: str, blocks: Blocks) -> None:
         prefix: {"CHUNK": blocks.chunk, "TILE": blocks.tile},
         forward: {"CHUNK": blocks.chunk, "TILE": blocks.tile, "TOGETHER": 5, "_LEAST_BYTES": 1, "_LEAST_FLOPS": 1},
         backward: {"QUERIES": blocks.queries, "_ROWS": blocks.part, "_PARTS": 3, "_LEAST_FLOPS": 1},
+        tangent: {"_ROWS": blocks.part, "_LEAST": blocks.step, "_LEAST_FLOPS": 1},
     }
     for module, values in cuts.items():
         for name, value in values.items():
