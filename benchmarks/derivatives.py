@@ -2,7 +2,7 @@
 
 In float32 on the CPU, (1,4,N,64), with `auto`. The ways of a row alternate in one process, beside torch's math path:
 
-    jvp          `torch.func.jvp` in q, k and v beside a forward; also a forward on `tiled`, where tangents run
+    jvp          `torch.func.jvp` in q, k and v beside a forward; also beside a forward on `tiled`
     hvp          Hessian-vector products beside a forward with its gradients: the jvp of a gradient ("forward over
                  reverse"), and a backward through a backward ("reverse over reverse")
     key_weights  a call with `return_key_weights`, and `key_weights` with and without a known lse, beside a forward
@@ -55,9 +55,10 @@ def by_math(causal: bool) -> Attend:
 
 
 def drawn(length: int, heads: int = HEADS) -> tuple[list[Tensor], list[Tensor]]:
-    """Return q, k and v, and a direction for each."""
-    numbers = torch.randn(6, 1, heads, length, DIM, generator=torch.Generator().manual_seed(0)).unbind()
-    return list(numbers[:3]), list(numbers[3:])
+    """Return q, k and v, and a direction for each: in memory of their own, because torch copies a tangent in a view."""
+    random = torch.Generator().manual_seed(0)
+    numbers = [torch.randn(1, heads, length, DIM, generator=random) for _ in range(6)]
+    return numbers[:3], numbers[3:]
 
 
 def tangent(attend: Attend, inputs: Sequence[Tensor], dots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

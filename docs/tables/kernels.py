@@ -108,6 +108,43 @@ def cpu_beside(result: Result) -> str:
     return f"; {fastest}:\n\n{targets(result)}\n{table(head, rows)}"
 
 
+@by_machine("derivatives", "torch")
+def derivatives(result: Result) -> str:
+    """Return the times of tangents, Hessian-vector products and key weights, and the memory of derivatives."""
+    shown = result["rows"]
+    rows = [
+        (f"{of}, beside {plain}", _tokens(row), f"{number(row['ms'][name])} ms", f"{number(row['ms'][of])} ms",
+         f"{row['over_plain']:.2f}", f"{row['times']:.2f}")
+        for section, plain, name in (("jvp", "a forward", "forward"), ("hvp", "forward and gradients", "gradient"))
+        for row in shown[section]
+        for of in [row.get("product", "jvp")]
+    ]  # fmt: skip
+    head = ("derivative", "tokens", "without", "with", "with / without", "math path's time / ours")
+    weights = [
+        (_tokens(row), f"{number(row['ms']['forward'])} ms", f"{row['added']:.2f}") for row in shown["key_weights"]
+    ]
+    weights += [
+        (f"{row['queries']:,} over a cache of {row['keys']:,} keys, HTTP", f"{number(row['ms']['forward'])} ms",
+         f"{row['added']:.2f}")
+        for row in shown["cache"]
+    ]  # fmt: skip
+    memory = [
+        (row["of"], *(f"{number(mib)} MiB" for mib in row["mib"].values()), f"{row['growth']:.2f}",
+         "".join(f"{number(mib)} MiB at {int(length):,}" for length, mib in row.get("math_mib", {}).items()))
+        for row in shown["memory"]
+    ]  # fmt: skip
+    lengths = [f"{int(length):,} tokens" for length in shown["memory"][0]["mib"]]
+    return (
+        f", float32, {result['heads']} heads of {result['head_dim']}:\n\n{targets(result)}\n{table(head, rows)}\n"
+        + table(("tokens", "forward", "what key weights add / forward"), weights)
+        + f"\n{table(('memory of', *lengths, 'the last / half', 'math path'), memory)}"
+    )
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return f"{row['length']:,}{', causal' if row['causal'] else ''}"
+
+
 @by_machine("one-row", "torch")
 def one_row(result: Result) -> str:
     """Return the number of rows of o whose bits differ between calls (`library_errors.py one-row`).
