@@ -16,7 +16,7 @@ from benchmarks.gpu_day.record import Record, read
 from flashpoint_kernels.timing.case import Case
 from tests.support.gpu_stand_in import StandIn, Unruly
 
-PAPERS = [task.key for group in plan.papers(StandIn.sizes, True) for task in group.tasks]
+PAPERS = [task.key for group in plan.papers(StandIn.sizes, 90) for task in group.tasks]
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,9 @@ def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, comm
 
     assert command("decode", "papers", clock=clock) == gpu.UNFINISHED
     assert keys(tmp_path) == PAPERS[:3]
-    assert "| papers | 8 | 3 | 0 |" in (tmp_path / "out" / "report.md").read_text()
+    assert "| papers | 9 | 3 | 0 |" in (tmp_path / "out" / "report.md").read_text()
     assert command("decode", "papers", clock=lambda: 0.0) == gpu.DONE
-    assert keys(tmp_path)[:8] == PAPERS
+    assert keys(tmp_path)[: len(PAPERS)] == PAPERS
     stages = [row["stage"] for row in read(tmp_path / "out" / "rows.jsonl")]
     assert stages == sorted(stages, key=plan.STAGES.index)
     rows = read(tmp_path / "out" / "rows.jsonl")
