@@ -152,7 +152,8 @@ def _differentiated(problem: Problem, tensors: dict[str, Tensor], dots: dict[str
     given = {name: in_memory(name, t) for name, t in tensors.items()}
     of_tangents = replace(problem, tensors={n: in_memory(n, t) for n, t in dots.items()}, outputs=answers)
     run([replace(problem, tensors=given, outputs={}, tangents=of_tangents)], backend)
-    return {name: laid_like(t, tensors[name[1:] if name in GRADS else "q"]) for name, t in answers.items()}
+    like = {"o": "q"} | {name: name[1:] for name in GRADS}
+    return {name: laid_like(t, tensors[like[name]]) if name in like else t for name, t in answers.items()}
 
 
 def is_direct(tensors: Sequence[Tensor | None]) -> bool:
