@@ -163,7 +163,7 @@ def ways(port: int) -> dict[str, Callable[[], Any]]:
 
 def by_library(trace: Trace, mode: str) -> None:
     """Trace a call of the library in a process of its own."""
-    run_program([sys.executable, "-c", LIBRARY, str(trace.folder), mode], check=True)
+    run_program([sys.executable, "-P", "-c", LIBRARY, str(trace.folder), mode], check=True)
     (trace.folder / "on").unlink()
 
 

@@ -63,6 +63,7 @@ def test_the_command_names_each_place_that_does_not_list_a_row() -> None:
     assert unhandled("made_up") == [*PLACES]
     assert unhandled("q") == []
     assert unhandled("block_mask") == [
-        "backend torch (HANDLES)", "surface sharded (TAKES)", "repeated calls in C (_REPEATED)",
-        "parts that the engine caches (_CACHED)", "calls over forks computed together (_SHARED)",
+        "backend torch (HANDLES)", "derivatives of cpu (IN_DERIVATIVES)", "surface sharded (TAKES)",
+        "repeated calls in C (_REPEATED)", "parts that the engine caches (_CACHED)",
+        "calls over forks computed together (_SHARED)",
     ]  # fmt: skip
