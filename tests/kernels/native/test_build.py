@@ -49,7 +49,14 @@ def test_a_library_of_other_sources_is_not_used(sources: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other architectures have one level")
-@pytest.mark.parametrize(("option", "left"), [("-mamx-tile", {"avx2", "avx512"}), ("-mavx512f", {"avx2"})])
+@pytest.mark.parametrize(
+    ("option", "left"),
+    [
+        ("-mamx-tile", {"avx2", "avx512", "avx512bf16"}),
+        ("-mavx512bf16", {"avx2", "avx512"}),
+        ("-mavx512f", {"avx2"}),
+    ],
+)
 def test_a_compiler_that_does_not_know_a_level_builds_the_others(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str,
     left: set[str],
