@@ -22,7 +22,7 @@
 #endif
 
 /* Magnitudes of STEP numbers in bfloat16, as bits. */
-typedef uint16_t shorts __attribute__((vector_size(2 * STEP)));
+typedef uint16_t magnitudes __attribute__((vector_size(2 * STEP)));
 
 /* Two groups of keys or values, loaded as rows of tiles. `step` is the stride from row to row in bytes. */
 struct rows_of_keys {
@@ -133,20 +133,20 @@ INLINE const char *key_row(const struct rows_of_keys *rows, int64_t key) {
     return rows[key / STEP].at[key % STEP / GROUP] + key % GROUP * rows[key / STEP].step;
 }
 
-INLINE shorts largest_shorts(shorts x, shorts y) {
+INLINE magnitudes largest_shorts(magnitudes x, magnitudes y) {
 #if defined(__AVX512F__)
-    return (shorts)_mm512_max_epu16((__m512i)x, (__m512i)y);
+    return (magnitudes)_mm512_max_epu16((__m512i)x, (__m512i)y);
 #else
-    const shorts larger = (shorts)(x > y);
+    const magnitudes larger = (magnitudes)(x > y);
     return (x & larger) | (y & ~larger);
 #endif
 }
 
 /* Read a bfloat16 row in steps of STEP elements. Return in each of STEP lanes the largest of `peak` and the lane's
    magnitudes, as bits. As bits, infinity and NaN are larger than all finite numbers. */
-INLINE shorts peak_of_row(shorts peak, const char *row, int64_t width) {
+INLINE magnitudes peak_of_row(magnitudes peak, const char *row, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP) {
-        shorts x;
+        magnitudes x;
         memcpy(&x, row + 2 * d, sizeof x);
         x &= 0x7fff;
         peak = largest_shorts(peak, x);
@@ -154,7 +154,7 @@ INLINE shorts peak_of_row(shorts peak, const char *row, int64_t width) {
     return peak;
 }
 
-INLINE float peak_of(shorts bits) {
+INLINE float peak_of(magnitudes bits) {
     uint16_t numbers[32], most = 0;
     memcpy(numbers, &bits, sizeof bits);
     for (int i = 0; i < 32; i++)
@@ -167,7 +167,7 @@ INLINE float peak_of(shorts bits) {
 
 INLINE void load_queries(const struct call *call, const struct task *task, struct scratch *own, int64_t head) {
     const int64_t rows = call->group * task->own.queries, bytes = own->dim * 2;
-    shorts peak = {0};
+    magnitudes peak = {0};
     struct cursor cursor = first_row(task);
     own->tiles_of_queries = tiles_of(rows);
     own->used = rows;
@@ -182,7 +182,7 @@ INLINE void load_queries(const struct call *call, const struct task *task, struc
 }
 
 INLINE float peak_of_keys(const struct rows_of_keys *rows, const struct keys *keys, int64_t width) {
-    shorts peak = {0};
+    magnitudes peak = {0};
     for (int64_t j = keys->from; j < keys->to; j++) peak = peak_of_row(peak, key_row(rows, j), width);
     return peak_of(peak);
 }

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from flashpoint_kernels import native
-from flashpoint_kernels.native import build
+from flashpoint_kernels.native import build, switches
 from tests.support.kernels.solving import check, qkv
+from tests.support.sweep import guards
 
 FOUND = native.library()
 ROOT = Path(__file__).parents[3]
@@ -122,3 +123,14 @@ def test_an_installation_whose_compiler_fails_says_why_later(sources: Path, monk
     assert any("disk quota exceeded" in line for line in warnings)
     monkeypatch.setattr(native, "HERE", folder)
     assert native.missing() == f"{native.MISSING}; the compiler failed: fatal error: disk quota exceeded"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the guarded build needs gcc")
+@pytest.mark.parametrize("level", ["avx512", *switches.BFLOAT16])
+def test_the_guarded_build_knows_16_lanes_without_avx512(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a processor the sweep once did not compile, which no processor with AVX-512 shows."""
+    monkeypatch.setattr(guards, "has", lambda *_: False)
+    for kernel in build.KERNELS:
+        command = ["gcc", *guards.FLAGS, *guards.options_of(level), "-fsyntax-only", f"{kernel}.c"]
+        ran = subprocess.run(command, cwd=build.HERE, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
