@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import triton
 
-from flashpoint_kernels.native import switches
 from tests.faults.__main__ import bank, copied, mistakes
 
 IMPORTED = (hypothesis, np, torch, triton)  # the product is imported in the children, with its fault
@@ -35,11 +34,11 @@ LIMIT = 300  # seconds of processor time
 
 def variants(file: str) -> list[str]:
     """Return the variants of the sweep that run the code of a file."""
-    if file.endswith("_amx.h"):
-        return ["amx"]
+    if file.endswith(("_amx.h", "tiles.h")):
+        return ["avx512bf16", "amx"]
     for folder, names in {
-        "native/": ["avx2", "generic", "avx512", "amx"],
-        "cpu_backend/": ["avx2", "generic", "avx512", "amx"],
+        "native/": ["avx2", "generic", "avx512", "avx512bf16", "amx"],
+        "cpu_backend/": ["avx2", "generic", "avx512", "avx512bf16", "amx"],
         "triton_backend/": ["triton"],
         "tiled_backend/": ["tiled"],
         "reference_backend/": ["reference"],
@@ -51,6 +50,7 @@ def variants(file: str) -> list[str]:
 
 def run(variant: str, native: Path) -> None:
     """Run the cases that `make test` draws for one variant."""
+    from flashpoint_kernels.native import switches
     from tests.kernels import test_sweep
     from tests.support.kernels import fast_interpreter
     from tests.support.sweep import __main__ as level
@@ -92,6 +92,9 @@ def found(tree: Path, variant: str) -> str:
 
 
 def main() -> int:
+    assert "flashpoint_kernels" not in sys.modules, (
+        "the children would not see a fault in a module that is imported here"
+    )
     parser = argparse.ArgumentParser(prog="python -m tests.faults.quick", description=__doc__)
     parser.add_argument("--draw", type=int, default=0, help="number of faults, drawn at random; 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the draw")

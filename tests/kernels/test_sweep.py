@@ -47,9 +47,13 @@ def of_level(level: str, count: int, longest: int, *more: str) -> None:
     assert f"{count} cases on {level}" in ran.stdout
 
 
-# Cases of up to 200 queries and keys: a block of tiles has 96 queries.
+# Cases of up to 200 queries and keys: a block of tiles has 96 queries. Only the products of `avx512bf16` are not those
+# of `amx`; in C they take a minute and a half for 100 cases.
 @pytest.mark.parametrize("level", guards.levels())
 def test_cpu_with_small_blocks(level: str) -> None:
+    if not EXPLORING and level == "avx512bf16" and guards.is_in_c(level):
+        of_level(level, CASES // 4, 200)
+        return
     of_level(level, 12_000 if EXPLORING else CASES, 200 if level in switches.BFLOAT16 else 150)
 
 

@@ -14,7 +14,7 @@
 #include "backward.h"
 #include "products.h"
 
-#if defined(__AVX512BF16__) || defined(TILES_IN_C)
+#if defined(__AVX512BF16__) || defined(TILES_IN_C) || defined(PAIRS_IN_C)
 #define TILES
 #include "backward_amx.h"
 #else

@@ -14,7 +14,7 @@
 
 #include "forward.h"
 
-#if defined(__AVX512BF16__) || defined(TILES_IN_C)
+#if defined(__AVX512BF16__) || defined(TILES_IN_C) || defined(PAIRS_IN_C)
 #define TILES
 #include "forward_amx.h"
 #else

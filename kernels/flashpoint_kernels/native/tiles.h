@@ -4,7 +4,8 @@
    of a tile has, for each column, the elements 2n and 2n + 1 of that column of b. The instruction sums the products of
    even and of odd elements separately, and treats subnormal numbers as 0. With TILES_IN_C, C code replaces the AMX
    instructions and computes the same bits, for tests on processors without AMX. Without AMX, `multiply_tiles` computes the
-   same products by AVX512-BF16, whose sums have another order, with rows of c in registers. */
+   same products by AVX512-BF16, whose sums have another order, with rows of c in registers; with PAIRS_IN_C, C code
+   replaces its instructions, too. */
 
 #ifndef FLASHPOINT_TILES
 #define FLASHPOINT_TILES
@@ -39,34 +40,6 @@ INLINE void tile_restore(const struct tile_shapes *before) { (void)before; }
     while (0)
 #define TILE_MULTIPLY(c, a, b) multiply_in_c(in_c[c], in_c[a], in_c[b])
 
-INLINE floats without_subnormal(floats x) {
-    const words bits = as_words(x);
-    return as_floats(bits & ~((words)((bits & 0x7f800000) == 0) & 0x7fffffff));
-}
-
-/* Return the even or the odd element of each pair. */
-INLINE floats half_of(words pairs, int odd) {
-    return without_subnormal(as_floats(odd ? pairs & 0xffff0000 : pairs << 16));
-}
-
-NOINLINE void multiply_in_c(float c[16][16], float a[16][16], float b[16][16]) {
-    floats halves[16][2];
-    for (int k = 0; k < 16; k++)
-        for (int odd = 0; odd < 2; odd++) halves[k][odd] = half_of(as_words(load_floats(b[k])), odd);
-    for (int m = 0; m < 16; m++) {
-        floats sums[2] = {{0}, {0}};
-        for (int k = 0; k < 16; k++)
-            for (int odd = 0; odd < 2; odd++) {
-                uint32_t pair; /* not splat(a[m][k]): as a float, a pair may be a signalling NaN */
-                memcpy(&pair, &a[m][k], sizeof pair);
-                const floats one = half_of((words){0} + pair, odd);
-                sums[odd] = without_subnormal(multiply_add(one, halves[k][odd], sums[odd]));
-            }
-        const floats sum = without_subnormal(sums[0] + sums[1]);
-        store_floats(c[m], without_subnormal(without_subnormal(load_floats(c[m])) + sum));
-    }
-}
-
 #elif defined(__AMX_BF16__)
 
 /* Configure the tiles of this thread, and save the previous configuration, which may be another library's. */
@@ -91,6 +64,42 @@ INLINE void tile_restore(const struct tile_shapes *before) {
 
 INLINE void tile_configure(struct tile_shapes *before) { (void)before; }
 INLINE void tile_restore(const struct tile_shapes *before) { (void)before; }
+
+#endif
+
+#if defined(TILES_IN_C) || defined(PAIRS_IN_C)
+
+INLINE floats without_subnormal(floats x) {
+    const words bits = as_words(x);
+    return as_floats(bits & ~((words)((bits & 0x7f800000) == 0) & 0x7fffffff));
+}
+
+/* Return the even or the odd element of each pair. */
+INLINE floats half_of(words pairs, int odd) {
+    return without_subnormal(as_floats(odd ? pairs & 0xffff0000 : pairs << 16));
+}
+
+#endif
+
+#ifdef TILES_IN_C
+
+NOINLINE void multiply_in_c(float c[16][16], float a[16][16], float b[16][16]) {
+    floats halves[16][2];
+    for (int k = 0; k < 16; k++)
+        for (int odd = 0; odd < 2; odd++) halves[k][odd] = half_of(as_words(load_floats(b[k])), odd);
+    for (int m = 0; m < 16; m++) {
+        floats sums[2] = {{0}, {0}};
+        for (int k = 0; k < 16; k++)
+            for (int odd = 0; odd < 2; odd++) {
+                uint32_t pair; /* not splat(a[m][k]): as a float, a pair may be a signalling NaN */
+                memcpy(&pair, &a[m][k], sizeof pair);
+                const floats one = half_of((words){0} + pair, odd);
+                sums[odd] = without_subnormal(multiply_add(one, halves[k][odd], sums[odd]));
+            }
+        const floats sum = without_subnormal(sums[0] + sums[1]);
+        store_floats(c[m], without_subnormal(without_subnormal(load_floats(c[m])) + sum));
+    }
+}
 
 #endif
 
@@ -151,39 +160,58 @@ INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct lef
 
 #else
 
+/* Return sums plus the products of a pair of a and the pairs of the first row of a tile of b: those of the odd elements
+   first. `narrow_dot_of_pairs` computes only the first 8 columns; the others are not defined. */
+#ifdef PAIRS_IN_C
+
+INLINE floats dot_of_pairs(floats sums, uint32_t pair, const char *b) {
+    const words x = (words){0} + pair, y = as_words(load_floats((const float *)b));
+    for (int odd = 1; odd >= 0; odd--)
+        sums = without_subnormal(multiply_add(half_of(x, odd), half_of(y, odd), without_subnormal(sums)));
+    return sums;
+}
+
+INLINE floats narrow_dot_of_pairs(floats sums, uint32_t pair, const char *b) { return dot_of_pairs(sums, pair, b); }
+
+#else
+
+INLINE floats dot_of_pairs(floats sums, uint32_t pair, const char *b) {
+    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int32_t)pair), (__m512bh)_mm512_loadu_ps(b));
+}
+
+INLINE floats narrow_dot_of_pairs(floats sums, uint32_t pair, const char *b) {
+    const __m256 low = _mm512_castps512_ps256((__m512)sums);
+    const __m256bh y = (__m256bh)_mm256_loadu_ps((const float *)b);
+    return (floats)_mm512_zextps256_ps512(_mm256_dpbf16_ps(low, (__m256bh)_mm256_set1_epi32((int32_t)pair), y));
+}
+
+#endif
+
 /* Compute `height` rows of c from rows of a. The sums of each row are one chain, which begins with 0, so that long sums
-   over calls round like those of AMX. With `narrow` only the first 8 columns are computed, and the others are 0. `height`,
-   `columns`, `add` and `narrow` are compile-time constants. */
+   over calls round like those of AMX. With `narrow` only the first 8 columns are computed. `height`, `columns`, `add` and
+   `narrow` are compile-time constants. */
 INLINE void multiply_rows(float *c, int64_t c_right, const char *a, int64_t a_row, int64_t a_next, struct right b,
                           int64_t steps, const int height, const int columns, const int add, const int narrow) {
-    __m512 sums[8][2];
-    __m256 halves[8];
+    floats sums[8][2];
 #pragma GCC unroll 8
-    for (int r = 0; r < height; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps(), halves[r] = _mm256_setzero_ps();
+    for (int r = 0; r < height; r++) sums[r][0] = sums[r][1] = splat(0);
     for (int64_t n = 0; n < steps; n++, a += a_next, b.at += b.next)
 #pragma GCC unroll 2
-        for (int k = 0; k < 16; k++) {
-            const char *from = b.at + k * 64;
+        for (int k = 0; k < 16; k++)
 #pragma GCC unroll 8
             for (int r = 0; r < height; r++) {
-                int32_t pair;
+                const char *row = b.at + k * 64;
+                uint32_t pair;
                 memcpy(&pair, a + r * a_row + 4 * k, sizeof pair);
-                if (narrow) {
-                    const __m256bh y = (__m256bh)_mm256_loadu_ps((const float *)from);
-                    halves[r] = _mm256_dpbf16_ps(halves[r], (__m256bh)_mm256_set1_epi32(pair), y);
-                    continue;
-                }
-                const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-                sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, (__m512bh)_mm512_loadu_ps(from));
-                if (columns == 2) sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, (__m512bh)_mm512_loadu_ps(from + b.right));
+                sums[r][0] = narrow ? narrow_dot_of_pairs(sums[r][0], pair, row) : dot_of_pairs(sums[r][0], pair, row);
+                if (columns == 2) sums[r][1] = dot_of_pairs(sums[r][1], pair, row + b.right);
             }
-        }
 #pragma GCC unroll 8
-    for (int r = 0; r < height; r++, c += 16) {
-        const floats sum = (floats)(narrow ? _mm512_zextps256_ps512(halves[r]) : sums[r][0]);
-        store_floats(c, add ? load_floats(c) + sum : sum);
-        if (columns == 2) store_floats(c + c_right, add ? load_floats(c + c_right) + (floats)sums[r][1] : (floats)sums[r][1]);
-    }
+    for (int r = 0; r < height; r++, c += 16)
+        for (int n = 0; n < columns; n++) {
+            float *to = c + n * c_right;
+            store_floats(to, add ? load_floats(to) + sums[r][n] : sums[r][n]);
+        }
 }
 
 INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,

@@ -1,5 +1,7 @@
 """The AMX kernels are right on processors with AVX-512 but no AMX, where C code emulates the tile instructions."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -62,9 +64,20 @@ def test_they_read_shared_pages_together(in_c: native.Library, monkeypatch: pyte
 
 @pytest.mark.skipif("amx" not in LEVELS, reason="the processor has no AMX to compare with")
 def test_they_have_the_bits_of_the_processors_tiles(in_c: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_equal_bits(in_c, "amx", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("avx512bf16" not in LEVELS, reason="the processor has no AVX512-BF16 to compare with")
+def test_pairs_in_c_have_the_bits_of_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_c = tiles_in_c.loaded(tiles_in_c.library(tmp_path, products="PAIRS_IN_C"))
+    have_equal_bits(in_c, "avx512bf16", monkeypatch)
+
+
+def have_equal_bits(in_c: native.Library, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     t = {name: x for name, x in qkv(2, 4, 130, 300, 72, kv_heads=2, dtype=torch.bfloat16).items() if name != "do"}
     results = []
-    for library in (in_c, native.level("amx")):
+    for library in (in_c, native.level(level)):
         monkeypatch.setattr(native, "library", lambda library=library: library)
         o, lse = attention(**t, causal=True, return_lse=True, softcap=5.0)
         do = normal(*o.shape, seed=8).to(torch.bfloat16)

@@ -23,8 +23,11 @@ from flashpoint_kernels.native import build
 BANK = Path(__file__).parents[2] / "faults/bank"
 
 
-def library(folder: Path, fault: str = "") -> Path:
-    """Compile the library into `folder`, from a copy of the sources with the fault of this id, and return its path."""
+def library(folder: Path, fault: str = "", products: str = "TILES_IN_C") -> Path:
+    """Compile the library into `folder`, from a copy of the sources with the fault of this id, and return its path.
+
+    `products` is the macro that replaces instructions: PAIRS_IN_C replaces those of AVX512-BF16.
+    """
     sources = folder / "sources"
     shutil.copytree(build.HERE, sources, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     if fault:
@@ -37,7 +40,7 @@ def library(folder: Path, fault: str = "") -> Path:
     command = build.compiler()
     assert command is not None
     flags = [*build.FLAGS, *build.X86_64["avx512"].split(), "-Werror", "-O1"]
-    tiles_in_c = ["-DTILES_IN_C", "-DISA=tiles"]
+    tiles_in_c = [f"-D{products}", "-DISA=tiles"]
     # If products may overflow, the tiled gradient calls the AVX-512 kernel for them.
     parts = {**dict.fromkeys(build.KERNELS, tiles_in_c), "large": ["-DISA=avx512"]}
     for name, options in parts.items():

@@ -4,7 +4,7 @@ Blocks are as small as the code allows, so that problems of 100 × 100 have seve
 behind each array of scratch memory, and AddressSanitizer and UndefinedBehaviorSanitizer end the process at the first
 wrong access or undefined operation. On a processor without AVX-512, the compiler makes the code for 16 lanes of
 narrower vectors. The level `amx` is the code for AMX with the tile instructions in C, on every processor; `avx512bf16`
-is the same code with the products of AVX512-BF16, on processors that have it.
+is the same code with the products of AVX512-BF16, in C on processors that lack it.
 
 A build takes about 70 s of processor time. Its files are kept in build/guards, by the checksums of what they are made
 from.
@@ -29,6 +29,7 @@ from flashpoint_kernels.native import build, switches
 
 KEPT = Path(__file__).parents[3] / "build" / "guards"
 MOST = 120  # files kept
+_IN_C = {"amx": "-DTILES_IN_C", "avx512bf16": "-DPAIRS_IN_C"}
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 FLAGS = (
     "-std=gnu11", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror",
@@ -77,23 +78,28 @@ USUAL = {level: Blocks({"CHUNK": 1024}, {"QUERIES": 128}, {}, 384, 96, 2048) for
 
 def levels() -> tuple[str, ...]:
     """Return the levels of a guarded build on this machine."""
-    if platform.machine() not in build.LEVELS:
-        return ("generic", "amx")
-    return tuple(level for level in SMALL if level != "avx512bf16" or _has("avx512_bf16"))
+    return tuple(SMALL) if platform.machine() in build.LEVELS else ("generic", *switches.BFLOAT16)
 
 
 def options_of(level: str) -> list[str]:
     """Return the compiler's options for one level. `avx512` also computes what the levels with tiles leave to it."""
     sets = build.LEVELS.get(platform.machine(), {})
     options = [f"-DISA={level}"]
-    if level == "amx":
-        options.append("-DTILES_IN_C")
-    if level in ("avx512", "amx"):
-        return [*options, *(sets["avx512"].split() if _has(*AVX512) else ["-DLANES_16", *sets.get("avx2", "").split()])]
+    if level == "avx512" or is_in_c(level):
+        return [
+            *options,
+            *([_IN_C[level]] if level in _IN_C else ()),
+            *(sets["avx512"].split() if has(*AVX512) else ["-DLANES_16", *sets.get("avx2", "").split()]),
+        ]
     return [*options, *sets.get(level, "").split()]
 
 
-def _has(*names: str) -> bool:
+def is_in_c(level: str) -> bool:
+    """Return whether C code computes the level's products of bfloat16 in the place of the processor's instructions."""
+    return level == "amx" or (level == "avx512bf16" and not has("avx512_bf16"))
+
+
+def has(*names: str) -> bool:
     """Return whether the processor has these instruction sets, by Linux's names."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
