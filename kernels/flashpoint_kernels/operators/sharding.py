@@ -75,12 +75,13 @@ def _checked(tensors: Mapping[str, Tensor | None], options: Options) -> dict[str
         for name, t in given.items()
         if name in _HANDLES and not isinstance(t, DTensor)
     ]
+    sharded = {name: t for name, t in given.items() if isinstance(t, DTensor)}
     if not errors:
-        mesh = given["q"].device_mesh  # type: ignore[attr-defined]
-        errors = [(name, "is on another mesh than q") for name, t in given.items() if t.device_mesh != mesh]  # type: ignore[attr-defined]
+        mesh = sharded["q"].device_mesh
+        errors = [(name, "is on another mesh than q") for name, t in sharded.items() if t.device_mesh != mesh]
     if errors:
         raise ProblemError(errors)
-    return given  # type: ignore[return-value]
+    return sharded
 
 
 def _split(given: Mapping[str, DTensor], layout: str) -> list[str]:

@@ -38,12 +38,18 @@ def answers(seed: int = 0) -> str:
     return digest.hexdigest()
 
 
+_team = 0  # threads of torch's last call in `added`
+
+
 def added(count: int) -> int:
     """Return how many threads calls of ours add to those of torch, which has `count`."""
+    global _team
     torch.set_num_threads(count)
+    fewest, deadline = threads() - max(0, _team - count), time.monotonic() + 60
     call_torch()
-    time.sleep(1)  # those of a larger team end after the call that needed fewer
-    before = threads()
+    while count < _team and threads() > fewest and time.monotonic() < deadline:
+        time.sleep(0.01)  # threads of a larger team end after the call that needed fewer
+    before, _team = threads(), count
     for _ in range(3):
         answers()
         call_torch()

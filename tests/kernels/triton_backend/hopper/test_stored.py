@@ -14,7 +14,14 @@ from flashpoint_kernels import Options, Problem, verify
 from flashpoint_kernels.problems.problem import with_forwards
 from flashpoint_kernels.triton_backend.host import stored
 from flashpoint_kernels.triton_backend.host.launch import backward_calls
-from tests.support.kernels.hopper import HALF, ON_SM_90, answers, assert_equal, backward_kernels
+from tests.support.kernels.hopper import (
+    HALF,
+    ON_SM_90,
+    answers,
+    assert_equal,
+    assert_keys_beyond_the_last_add_nothing,
+    backward_kernels,
+)
 from tests.support.kernels.solving import qkv
 from tests.support.kernels.triton_cases import options_of, tensors_of
 
@@ -133,18 +140,5 @@ def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dim", [16, pytest.param(136, marks=pytest.mark.slow)])
-def test_keys_beyond_the_last_add_nothing_to_dq(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile's keys beyond the last have scores of 0. Beside scores of −400 their P is 1, and here their dS infinite.
-
-    Their dS is −delta, about −3·10⁵, which float16 cannot hold; dQ would multiply it with the zeros of these keys.
-    """
-    tensors = qkv(1, 1, 70, 100, dim, dtype=torch.float16)
-    tensors["q"] = tensors["q"] / 16 + 40 / dim**0.25
-    tensors["k"] = tensors["k"] / 16 - 10 / dim**0.25
-    tensors["v"], tensors["do"] = tensors["v"] + 200, tensors["do"] / 16 + 1600 / dim
-    problem = Problem.create(tensors, Options(), "backward")
-    (actual,) = answers([problem])
-    monkeypatch.setenv("FLASHPOINT_STORE_DS", "0")
-    (expected,) = answers([problem])
-    assert not any(t.isnan().any() for t in actual.values())
-    torch.testing.assert_close(actual["dq"], expected["dq"], rtol=0.01, atol=float(expected["dq"].abs().max()) / 100)
+def test_keys_beyond_the_last_add_nothing_to_dq(dim: int) -> None:
+    assert_keys_beyond_the_last_add_nothing(dim)

@@ -15,7 +15,12 @@ from flashpoint_kernels.problems.problem import with_forwards
 from flashpoint_kernels.triton_backend.host import stored
 from flashpoint_kernels.triton_backend.host.launch import backward_calls
 from tests.conftest import INTERPRETING
-from tests.support.kernels.hopper import answers, assert_equal, backward_kernels
+from tests.support.kernels.hopper import (
+    answers,
+    assert_equal,
+    assert_keys_beyond_the_last_add_nothing,
+    backward_kernels,
+)
 from tests.support.kernels.solving import qkv
 from tests.support.kernels.triton_cases import PLAIN, options_of, tensors_of
 
@@ -130,18 +135,5 @@ def test_other_problems_and_a_switch_that_is_off_take_two_passes(monkeypatch: py
     assert backward_kernels(tensors, Options()) == TWICE
 
 
-def test_keys_beyond_the_last_add_nothing_to_dq(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile's keys beyond the last have scores of 0. Beside scores of −400 their P is 1, and here their dS infinite.
-
-    Their dS is −delta, about −3·10⁵, which float16 cannot hold; dQ would multiply it with the zeros of these keys.
-    """
-    tensors = qkv(1, 1, 70, 100, DIM, dtype=torch.float16)
-    tensors["q"] = tensors["q"] / 16 + 40 / DIM**0.25
-    tensors["k"] = tensors["k"] / 16 - 10 / DIM**0.25
-    tensors["v"], tensors["do"] = tensors["v"] + 200, tensors["do"] / 16 + 1600 / DIM
-    problem = Problem.create(tensors, Options(), "backward")
-    (actual,) = answers([problem])
-    monkeypatch.setenv("FLASHPOINT_STORE_DS", "0")
-    (expected,) = answers([problem])
-    assert not any(t.isnan().any() for t in actual.values())
-    torch.testing.assert_close(actual["dq"], expected["dq"], rtol=0.01, atol=float(expected["dq"].abs().max()) / 100)
+def test_keys_beyond_the_last_add_nothing_to_dq() -> None:
+    assert_keys_beyond_the_last_add_nothing(DIM)
