@@ -145,8 +145,7 @@ def tiles(
     if arch == 100:  # in dQ, Triton 3.7.1 omits a proxy fence there
         config = replace(config, one_stage=("backward_q",))
     of_hopper: dict[str, Any] = {"storable": True, **hopper_tiles(head_dim, value_dim)} if hopper else {}
-    storing = stored.get("backward_kv_storing", config.backward_kv)
-    return replace(config, **{"backward_kv_storing": storing, **of_hopper})
+    return replace(config, **{"backward_kv_storing": config.backward_kv, **of_hopper})
 
 
 def may_store(dtype: str, head_dim: int, value_dim: int, level: int, blocks: bool) -> bool:

@@ -270,24 +270,23 @@ _SM120: Table = {
 
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM120}
 
-# The tiles of the general kernels that store dS or read it, by architecture and largest padded head dimension, at level
-# 0 with 16 bits. Where it is not named, the kernel that stores has the tile of `backward_kv`; on sm_86 and sm_89 that
-# does not fit at D 128. Stored dS saves two of dQ's three products, and costs two bytes of memory for each score, which
-# are written and read. A product has as many operations for each score as the head has columns, so narrow heads save
-# nothing, nor does D 64 on sm_89, whose products are fast beside its memory: they have no tiles here. This is estimated
-# from data sheets: none of these tiles has run on a GPU.
-_STORING = {"backward_kv_storing": Tile(64, 32, 8, 3)}
+# The tiles of the general kernels that read stored dS, by architecture and largest padded head dimension, at level 0
+# with 16 bits; the kernel that stores it has the tile of `backward_kv`. Heads without a tile here compute scores and dP
+# twice. Stored dS saves two of dQ's three products, and costs two bytes of memory for each score, which are written and
+# read. A product has as many operations for each score as the head has columns, so narrow heads save nothing, nor does
+# D 64 on sm_89, whose products are fast beside its memory. On sm_86 and sm_89 at D 128, dK and dV's 32×128 tile leaves
+# no memory for dS, and 64×32, which does, needs more instructions in both kernels together than two passes: 57.9 a
+# score, not 51.5. This is estimated from data sheets and from compiled code: none of these tiles has run on a GPU.
 _STORED_99 = {
     64: {"backward_q_stored": Tile(128, 64, 4, 3)},
     128: {"backward_q_stored": Tile(128, 64, 8, 3)},
     256: {"backward_q_stored": Tile(64, 32, 8, 3)},
 }
-_STORED_86 = {**_STORED_99, 128: _STORED_99[128] | _STORING}
 _STORED = {**_STORED_99, 256: {"backward_q_stored": Tile(128, 64, 8, 3)}}
 STORED: dict[int, dict[int, dict[str, Tile]]] = {
     80: {**_STORED_99, 256: {"backward_q_stored": Tile(64, 64, 8, 3)}},
-    86: _STORED_86,
-    89: {dim: of for dim, of in _STORED_86.items() if dim > 64},
+    86: {dim: _STORED_99[dim] for dim in (64, 256)},
+    89: {256: _STORED_99[256]},
     90: _STORED,
     100: _STORED,
     120: _STORED_99,

@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from flashpoint_kernels.triton_backend.host.config import hopper_tiles, tiles
-from flashpoint_kernels.triton_backend.host.configurations import PACKED_ROWS, TABLES, packed_tile
+from flashpoint_kernels.triton_backend.host.configurations import PACKED_ROWS, STORED, TABLES, packed_tile
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)  # the head dimensions for which every architecture's table (TABLES) has tiles
@@ -108,7 +108,7 @@ def representative() -> list[Variant]:
         variants.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
         variants.append(Variant("cascade_packed16", arch, "bfloat16", 128, paged=True))
         variants += [Variant(kernel, arch, "bfloat16", dim) for dim, kernel in product(dims, _PRODUCTS)]
-        variants += [Variant(kernel, arch, "bfloat16", 128) for kernel in _OF_STORED]
+        variants += [Variant(kernel, arch, "bfloat16", 128) for kernel in _OF_STORED if 128 in STORED[arch]]
         of_blocks = ("forward_blocks", "forward_packed16_blocks", "backward_kv_blocks", "backward_q_blocks")
         variants += [
             Variant(kernel, arch, "bfloat16", 128) for kernel in (*of_blocks, "list_key_tiles", "list_query_tiles")

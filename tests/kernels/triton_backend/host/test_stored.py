@@ -128,7 +128,11 @@ def test_general_tiles_fit_the_stored_layout() -> None:
         ((80, "bfloat16", 24, 40, 0), True),  # padded to 64
         ((80, "bfloat16", 32, 16, 0), False),
         ((89, "float16", 64, 64, 0), False),
-        ((89, "float16", 64, 65, 0), True),
+        ((89, "float16", 64, 65, 0), False),
+        ((89, "float16", 64, 129, 0), True),
+        ((86, "bfloat16", 128, 128, 0), False),
+        ((86, "bfloat16", 64, 64, 0), True),
+        ((86, "bfloat16", 136, 128, 0), True),
         ((120, "float32", 128, 128, 0), False),
         ((100, "bfloat16", 128, 128, 1), False),
         ((86, "bfloat16", 257, 64, 0), False),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, TABLES
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, STORED, TABLES
 from flashpoint_kernels.triton_backend.tools.aot import Report, faults, tile_of
-from flashpoint_kernels.triton_backend.tools.shipped import Variant, all_of
+from flashpoint_kernels.triton_backend.tools.shipped import HEAD_DIMS, Variant, all_of
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 
@@ -30,6 +30,22 @@ def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
         assert shipped == found_with, f"{variant}: run make compile-all"
         assert report.shared_bytes <= SHARED_KIB[arch] * 1024
         assert faults(replace(report, matrix_instructions=tuple(report.matrix_instructions))) == []
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_stored_ds_needs_fewer_instructions_than_two_passes(arch: int) -> None:
+    """In the recorded loops of dK and dV together with dQ, for each score, at every D whose dS is stored."""
+    found = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
+    each = {
+        (k["kernel"], k["head_dim"]): k["loop"] * k["num_warps"] / (k["block_m"] * k["block_n"])
+        for k in found
+        if (k["dtype"], k["level"], k["value_dim"]) == ("bfloat16", 0, None)
+    }
+    stored = [dim for dim in HEAD_DIMS if ("backward_q_stored", dim) in each]
+    assert stored == [dim for dim in HEAD_DIMS if dim in STORED[arch]]
+    for dim in stored:
+        through_ds = each["backward_kv_storing", dim] + each["backward_q_stored", dim]
+        assert through_ds < each["backward_kv", dim] + each["backward_q", dim], dim
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.0", "3.7.1", "3.10.0+git1234"])
