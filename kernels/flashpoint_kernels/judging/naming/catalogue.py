@@ -77,7 +77,7 @@ def known(case: Case) -> Iterator[Mistake]:
         advice = "s = softcap · tanh(scale · q·k / softcap), before mask and bias"
         yield make("softcap-missing", "the softcap is ignored", advice, softcap=0.0)
         yield make("softcap-late", "the softcap is applied after the mask: hidden keys have a score of -softcap",
-            advice, cap="late")  # fmt: skip
+            advice, cap="late", empty=True)  # fmt: skip
         yield make("softcap-unscaled", "the softcap is applied before the scale", advice, cap="unscaled")
         yield make("softcap-factor", "the factor softcap after tanh is missing", advice, cap="forgotten")
         yield make("softcap-twice", "the softcap is applied twice", advice, cap="twice")

@@ -213,12 +213,18 @@ def _beyond_accuracy(
         advice = "mask loads beyond the end of rows and of tensors"
         yield cause("out-of-bounds", "memory beyond the end of the inputs is read, and counts", advice), beyond
         failed = [o for o in failed if o not in beyond]
+    alone: dict[tuple[Case, bool], bool] = {}
     for o in [] if unsteady else failed:
         relation = o.relation.partition(" (")[0]
         grads, plain = bool(o.request.get("leaves")), (o.case.dtype, o.case.causal)
         if o.relation == "accuracy" or not o.wrong_outputs or (*plain, True) in inaccurate:
             continue
         if relation != "repeated calls" and (*plain, grads) in inaccurate:
+            continue
+        key = o.case, grads != (relation == "repeated calls")  # the call with gradients against the one without
+        if key not in alone:
+            alone[key] = _right_alone(trial, *key)
+        if not alone[key]:
             continue
         if relation.startswith("a gradient of ") and relation.endswith("alone"):
             text = f"the gradient is wrong if one input alone wants it: {relation}"
@@ -237,8 +243,17 @@ def _beyond_accuracy(
     odd = {o.relation.partition(" (")[0] for o in others}
     usual = [o.case.options for o in numbers if o.case.values in ("normal", "aimed")]
     anyway = any(options <= o.case.options for options in usual for o in others)
-    if odd and odd <= _OF_CONTEXT.keys() and not unsteady and not anyway:
+    if odd and odd <= _OF_CONTEXT.keys() and not unsteady and not anyway and _right_alone(trial, others[0].case, True):
         yield cause(*next(of for each, of in _OF_CONTEXT.items() if each in odd)), others
+
+
+def _right_alone(trial: Trial, case: Case, grads: bool) -> bool:
+    """Return whether a new process answers a plain call rightly, so that a wrong one is due to what was changed."""
+    try:
+        trial.worker.start()
+    except EndedError:
+        return False
+    return trial.run(case, **({} if grads else {"leaves": []})).status in ("right", "imprecise")
 
 
 def _reads_beyond(trial: Trial, o: Outcome) -> bool:
@@ -340,7 +355,7 @@ def _mistakes(
 ) -> Iterator[tuple[Cause, list[Outcome]]]:
     """Yield known mistakes that give the wrong numbers, until each tested failure has an explanation."""
     chosen = _representative(numbers)
-    simple = [o for o in chosen if not trial.signature.ragged]
+    simple = sorted((o for o in chosen if not trial.signature.ragged), key=lambda o: "o" not in o.wrong_outputs)
     texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]] = {}
     for o in simple:
         earlier = [mistake for mistake, _ in texts.values() if mistake.forward or mistake.backward]
@@ -357,6 +372,8 @@ def _mistakes(
         if (told := _confirmed(trial, mistake, explained, outcomes)) is None:
             continue
         confirmed, where = told
+        if mistake.backward and any("o" in o.wrong_outputs for o in numbers):
+            confirmed = False  # gradients that a wrong forward leaves can look like it
         like = [o for o in numbers if o in now or (o not in simple and any(_alike(o, x) for x in now))]
         text = f"{mistake.text}, where {where}" if where else mistake.text
         yield Cause(mistake.code, text, mistake.advice, confirmed, 0), like

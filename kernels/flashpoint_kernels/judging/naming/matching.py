@@ -45,13 +45,12 @@ def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]
             return [direct]
         if "o" in w.answers and excess(w, "o", w.answers["o"]) <= 1:  # a mistake of o would show in o
             return []
-    kinds = [known] if "o" in w.names or "lse" in w.names else [of_gradients]
+    kind = known if "o" in w.names or "lse" in w.names else of_gradients
     texts = {(mistake.code, mistake.text.partition(" (in ")[0]) for mistake in earlier}
     hits: list[Mistake] = []
-    if texts:
-        hits = list(matching(w, (m for kind in kinds for m in kind(w.case) if (m.code, m.text) in texts)))
-    for kind in kinds:
-        hits = hits or list(matching(w, kind(w.case)))
+    for each in (known, of_gradients) if texts else ():  # a mistake of the forward may show in gradients alone
+        hits += matching(w, (m for m in each(w.case) if (m.code, m.text) in texts)) if not hits else ()
+    hits = hits or list(matching(w, kind(w.case)))
     if "o" in w.names and all(mistake.code.startswith(("low-precision", "scale", "base-2")) for mistake in hits):
         hits = scaled(w, [mistake for mistake in hits if not mistake.code.startswith("low-precision")], texts) or hits
     if all(mistake.code.startswith("low-precision") for mistake in hits):
@@ -166,7 +165,7 @@ def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
         if left > (0.5 if low else LEFT):
             continue
         # All other outputs that the mistake changes must also be wrong.
-        others = [n for n in ("dq", "dk", "dv") if gradients and n not in wrong_names and n in theirs and n in w.limits]
+        others = [n for n in w.answers if gradients and n not in wrong_names and n in theirs and n in w.limits]
         if all(excess(w, n, theirs[n]) <= 3 for n in others):
             yield mistake
         elif mistake.backward:

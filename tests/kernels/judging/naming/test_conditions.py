@@ -114,3 +114,43 @@ def test_a_mask_that_is_read_wrongly_in_each_memory_form_is_not_named_by_one() -
         outcomes += relations.shared_memory(trial, replace(cases[0], mask="", forward=False))
         assert any(o.failed and o.relation == "a mask in another memory form" for o in outcomes)
         assert [cause.code for cause in causes.explain(trial, outcomes)] == ["mask-batch"]
+
+
+# (case, relation of the call) of each call, and {code: confirmed} of its causes.
+# Other mistakes give some of the wrong numbers, too.
+CONFIRMED: dict[str, tuple[list[tuple[dict[str, Any], str]], dict[str, bool]]] = {
+    "sees_next": (
+        [({"causal": True}, "accuracy"), ({"causal": True, "values": "sharp"}, "accuracy"),
+         ({"causal": True, "values": "gap", "dtype": "bfloat16", "seed": 5}, "accuracy")],  # o is right
+        {"causal-by-one": True},
+    ),
+    "no_rescale_of_sum_half": (
+        [({"kv_len": 199, "dtype": "bfloat16", "values": kind, "seed": seed}, "accuracy")
+         for seed, kind in ((0, "normal"), (1, "massive"), (6, "rising"))],  # with the last, dv alone is wrong
+        {"missing-rescale": True, "gradient-factor": False},
+    ),
+    "late_softcap": (
+        [({"causal": True, "softcap": 5.0, "q_len": 77, "kv_len": 33, "values": kind}, "accuracy")
+         for kind in ("normal", "sharp")],
+        {"softcap-late": True},
+    ),
+    "third_sequence": (
+        [({}, "accuracy"), ({"batch": 3}, "another shape after this one")],
+        {"batch-index": True},
+    ),
+    "mask_gradient_of_one_head": (
+        [({}, "accuracy"), ({"mask": "float-one"}, "a mask in another memory form")],
+        {"mask-gradient": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "late_softcap" else pytest.mark.slow) for n in CONFIRMED]
+)
+def test_a_mistake_that_also_gives_the_numbers_is_not_confirmed(name: str) -> None:
+    calls, codes = CONFIRMED[name]
+    with trial_of(name) as trial:
+        cases = [(Case(**(SIZES | {"value_dim": 32} | fields)), relation) for fields, relation in calls]
+        found = causes.explain(trial, [trial.run(case, relation) for case, relation in cases])
+    assert {cause.code: cause.confirmed for cause in found} == codes, found
