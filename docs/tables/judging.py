@@ -7,7 +7,38 @@ from __future__ import annotations
 
 import json
 
-from .markdown import NOT_MEASURED, RESULTS, named, table
+from .markdown import NOT_MEASURED, RESULTS, Result, named, table
+
+CHECKS = ("allclose", "twice")
+
+
+@named
+def judge_groups() -> str:
+    """Return a table of the result's kernels by group: the judge's verdicts and names, and what two usual checks say.
+
+    Rows of a record made before groups and confirmed causes were written have neither.
+    """
+    path = RESULTS / "judge-corpus.json"
+    if not path.exists():
+        return NOT_MEASURED
+    groups: dict[str, list[Result]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        groups.setdefault(row.get("group") or ("wrong ones" if row["wrong"] else "right ones"), []).append(row)
+    if len(groups) > 2:
+        groups["all wrong ones"] = [row for rows in groups.values() for row in rows if row["wrong"]]
+    groups["right ones"] = groups.pop("right ones", [])
+
+    def line(group: str, rows: list[Result]) -> tuple[object, ...]:
+        fails = (sum(not row.get(check, True) for row in rows) for check in CHECKS)
+        if group == "right ones":
+            return group, len(rows), f"{sum(row['caught'] for row in rows)} (blamed)", "", "", "", *fails
+        named = sum(any(code != "unknown" for code in row["codes"]) for row in rows)
+        confirmed = [row["falsely_confirmed"] for row in rows if "falsely_confirmed" in row]
+        false = sum(map(bool, confirmed)) if len(confirmed) == len(rows) else "not recorded"
+        return group, len(rows), sum(row["caught"] for row in rows), named, sum(r["named"] for r in rows), false, *fails
+
+    head = ("group", "kernels", "called wrong", "named", "named rightly", "falsely confirmed")
+    return "\n" + table((*head, *(f"`{check}` fails" for check in CHECKS)), (line(*each) for each in groups.items()))
 
 
 @named
@@ -20,7 +51,6 @@ def judge_corpus() -> str:
     rows, lines = found["rows"], []
     wrong = [row for row in rows if row["wrong"]]
     right = [row for row in rows if not row["wrong"]]
-    checks = ("allclose", "twice")
 
     def passed(row: dict[str, object], check: str) -> str:
         return "" if check not in row else "passes" if row[check] else "fails"
@@ -29,21 +59,21 @@ def judge_corpus() -> str:
         named = ", ".join(row["codes"]) or "nothing"
         verdict = row["verdict"] if row["wrong"] else f"{row['verdict']} (a right kernel)"
         seconds = f"{row['seconds']:.0f} / {row['judge_seconds']:.0f}"
-        lines.append((f"`{row['name']}`", verdict, named, seconds, *(passed(row, check) for check in checks)))
+        lines.append((f"`{row['name']}`", verdict, named, seconds, *(passed(row, check) for check in CHECKS)))
     caught = sum(row["caught"] for row in wrong)
     named_count = sum(row["named"] for row in wrong)
     blamed = sum(row["caught"] for row in right)
     others = ", ".join(
         f"`{check}` fails {sum(not row.get(check, True) for row in wrong)} wrong and "
         f"{sum(not row.get(check, True) for row in right)} right ones"
-        for check in checks
+        for check in CHECKS
     )
     text = (
-        f"\n{found['cpu']}, 2 cores that others used too, {found['code']}. Rows here: {len(rows)} of "
-        f"{found['kernels']} kernels: {len(wrong)} wrong, {caught} of them caught and {named_count} named; "
-        f"{len(right)} right, {blamed} of them blamed; {others}. {found['note']}\n\n"
+        f"\n{found.get('device') or found['cpu']}, 2 cores that others used too, {found['code']}. Rows here: "
+        f"{len(rows)} of {found['kernels']} kernels: {len(wrong)} wrong, {caught} of them caught and "
+        f"{named_count} named; {len(right)} right, {blamed} of them blamed; {others}. {found['note']}\n\n"
     )
-    return text + table(("kernel", "verdict", "causes", "seconds, judge's own", *checks), lines)
+    return text + table(("kernel", "verdict", "causes", "seconds, judge's own", *CHECKS), lines)
 
 
 @named

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import text
+from benchmarks.record import ROOT, commit, environment, text
 
-ROOT = Path(__file__).parents[2]
+SECONDS = 1200.0  # time limit of each judgement: none of its cases may be left out because others use the machine
 
 
 def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
     from tests.judge.corpus import RIGHT, WRONG
 
     function = WRONG[name].function if name in WRONG else RIGHT[name]
-    report = flashpoint_kernels.judge(function, quick=quick, seed=seed)
+    report = flashpoint_kernels.judge(function, quick=quick, seed=seed, seconds=SECONDS)
     codes = [cause.code for cause in report.causes]
     row: dict[str, Any] = {
         "name": name, "wrong": name in WRONG, "group": "right ones", "verdict": report.verdict, "codes": codes,
@@ -102,9 +102,17 @@ def measured(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
         return judged(name, quick=quick, seed=seed) | gates(name)
     except Exception as error:
         nothing: dict[str, Any] = {"verdict": "error", "codes": [], "caught": False, "named": False, "relation": None}
-        return {"name": name, "wrong": name in WRONG, "error": repr(error)[-800:], **nothing}
+        group = WRONG[name].group if name in WRONG else "right ones"
+        return {"name": name, "wrong": name in WRONG, "group": group, "error": repr(error)[-800:], **nothing}
     finally:
         torch.set_default_dtype(torch.float32)  # one wrong kernel changes it
+
+
+def _code() -> str:
+    """Return the commit in words, and whether the judge or the corpus differ from it."""
+    command = ["git", "status", "--porcelain", "kernels", "tests/judge"]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return f"commit {commit()[:10]}{' with changes that were not committed' if changed else ''}"
 
 
 def main() -> None:
@@ -125,10 +133,11 @@ def main() -> None:
     if given.rows and given.rows.exists():
         known = {row["name"]: row for row in map(json.loads, given.rows.read_text().splitlines())}
     names = [*known] if given.collect else given.names or [*WRONG, *RIGHT]
+    code, device = _code(), environment()["device"]
     rows = []
     for name in names:
         start = time.monotonic()
-        row = known.get(name) or measured(name, quick=given.quick, seed=given.seed)
+        row = known.get(name) or measured(name, quick=given.quick, seed=given.seed) | {"code": code, "device": device}
         rows.append(row)
         if name in known:
             continue
@@ -148,17 +157,10 @@ def main() -> None:
     }  # fmt: skip
     print(summary)
     if given.json:
-        git = {"cwd": ROOT, "capture_output": True, "text": True}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **git).stdout.strip()  # type: ignore[call-overload]
-        changed = subprocess.run(["git", "status", "--porcelain", "kernels", "tests/judge"], **git).stdout  # type: ignore[call-overload]
-        code = f"commit {commit[:10]}{' with changes that were not committed' if changed else ''}"
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((x.partition(":")[2].strip() for x in lines if "model name" in x), "")
-        if given.collect:
-            code = f"several states of the code before commit {commit[:10]}"
+        codes, devices = (" and ".join(sorted({row[name] for row in rows})) for name in ("code", "device"))
         about = {
-            "command": " ".join(["python -m tests.judge.measure", *sys.argv[1:]]), "code": code, "cpu": cpu,
-            "kernels": len(WRONG) + len(RIGHT), "note": given.note,
+            "command": f"python -m tests.judge.measure{' --quick' * given.quick} --seed {given.seed} --rows FILE",
+            "code": codes, "device": devices, "kernels": len(WRONG) + len(RIGHT), "note": given.note,
         }  # fmt: skip
         given.json.write_text(text(about | {"summary": summary, "rows": rows}))
 
