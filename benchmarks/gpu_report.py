@@ -50,7 +50,7 @@ def text(rows: Sequence[Row], sizes: plan.Sizes) -> str:
 
 
 def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row]:
-    """Return timing rows as flat rows; `deterministic` is torch's mode, `hopper` and `stored` are our paths."""
+    """Return timing rows as flat rows; `deterministic` is torch's mode, the other `plan.MARKS` are our paths."""
     return [
         {**row["task"], **row["task"]["case"], **row["result"]}
         for row in rows
@@ -75,7 +75,7 @@ def point(row: Row) -> tuple[Any, ...]:
 
 def name_of(row: Row) -> str:
     """Return a row's name in the tables. Deterministic runs, and our runs on each path, have own names."""
-    more = [name for name in ("deterministic", "hopper", "stored") if row.get(name)]
+    more = [name for name in plan.MARKS if row.get(name)]
     return " ".join([row["backend"], *more])
 
 
@@ -230,7 +230,7 @@ def _smoke(measured: Sequence[Row]) -> str:
 def _levels(measured: Sequence[Row]) -> str:
     rows = timed(measured)
     parts = []
-    for ours in ("triton", "triton stored", "triton hopper", "triton hopper stored"):
+    for ours in ("triton", "triton stored", "triton hopper", "triton hopper stored", "triton hopper two_sets"):
         if each := ratios(rows, ours):
             reached = ", ".join(f"{name}: {level}" for name, level in levels(each).items())
             lines = [(name, f"{r['mean']:.3f}", f"{r['worst']:.3f}", r["points"]) for name, r in each.items()]

@@ -25,6 +25,7 @@ DECISIVE = ("sdpa_flash", "sdpa_cudnn")
 OTHERS = ("flash_attn", "flash_attn_3", "flashinfer", "xformers", "sdpa_efficient", "sdpa_math")
 DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
 PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
+MARKS = ("deterministic", "hopper", "stored", "two_sets")  # the fields of `Timed` that choose a mode or a path
 WIDEST_HOPPER_BACKWARD = 128  # for larger head dimensions the path for Hopper has gradients only with stored dS
 FLEX_SECONDS = 150.0  # time limit of a task with FlexAttention, which compiles for up to a minute
 
@@ -121,18 +122,19 @@ class Timed(Task):
     """Time one case.
 
     `deterministic` turns on torch's deterministic mode; `hopper` uses our kernels for Hopper; with `stored` our
-    gradients store dS.
+    gradients store dS; with `two_sets` the forward for Hopper has two sets of descriptors.
     """
 
     case: Case
     deterministic: bool = False
     hopper: bool = False
     stored: bool = False
+    two_sets: bool = False
 
     @property
     def key(self) -> str:
         c = self.case
-        marks = [name for name in ("deterministic", "hopper", "stored") if getattr(self, name)]
+        marks = [name for name in MARKS if getattr(self, name)]
         return " ".join([
             "timed", c.direction, c.dtype, f"b{c.batch}", f"h{c.q_heads}/{c.kv_heads}", f"s{c.q_len}/{c.kv_len}",
             f"d{c.head_dim}/{c.value_dim}", "causal" if c.causal else "full", c.backend, *marks,
@@ -150,7 +152,7 @@ class Timed(Task):
     def needs(self) -> tuple[str, ...]:
         if self.backend != "triton":
             return ()
-        forward = "forward" + "_hopper" * self.hopper
+        forward = "forward" + "_two_sets" * self.two_sets + "_hopper" * self.hopper
         if self.case.direction == "forward":
             return (forward,)
         if self.stored:
@@ -159,7 +161,7 @@ class Timed(Task):
 
     @property
     def compiles(self) -> Any:
-        shared = self.case.direction, self.case.dtype, self.case.head_dim, self.hopper, self.stored
+        shared = self.case.direction, self.case.dtype, self.case.head_dim, self.hopper, self.stored, self.two_sets
         return shared if self.backend == "triton" else None
 
 
@@ -408,6 +410,8 @@ def _paths(case: Case, arch: int) -> list[Timed]:
     forward = case.direction == "forward"
     if arch == 90 and (forward or case.head_dim <= WIDEST_HOPPER_BACKWARD):
         paths.append(Timed(case, hopper=True))
+    if forward and arch == 90:
+        paths.append(Timed(case, hopper=True, two_sets=True))
     if not forward and arch == 90 and case.head_dim <= max(HOPPER):
         paths.append(Timed(case, hopper=True, stored=True))
     if not forward and case.head_dim in STORED.get(arch, {}):

@@ -31,6 +31,7 @@ class Check:
     grads: tuple[str, ...] = ()  # empty: the check runs the forward
     hopper: bool = False
     stored: bool = False  # gradients store dS (FLASHPOINT_STORE_DS)
+    two_sets: bool = False  # the forward for Hopper has two sets of descriptors (FLASHPOINT_TWO_SETS)
     split: bool = False  # few queries over many keys, which the kernels divide among programs
     pages: bool = False
     forks: bool = False  # all sequences share their pages of keys except the last page; each has one query
@@ -58,6 +59,7 @@ _BLOCKS: dict[str, Any] = {"causal": True, "block_size": (32, 32)}
 CHECKS = {
     "forward": Check(("attention_forward",)),
     "forward_hopper": Check(("attention_forward_hopper",), hopper=True),
+    "forward_two_sets_hopper": Check(("attention_forward_hopper",), hopper=True, two_sets=True),
     "backward_kv": Check(("attention_delta", "attention_backward_kv"), ("dk", "dv")),
     "backward_q": Check(("attention_delta", "attention_backward_q"), ("dq",)),
     "backward_kv_hopper": Check(("attention_delta", "attention_backward_kv_hopper"), ("dk", "dv"), hopper=True),
@@ -89,6 +91,7 @@ CHECKS = {
     "repeats_forward": Check(("attention_forward",), repeats=True),
     "repeats_backward": Check(_GRADIENTS, _GRADS, repeats=True),
     "repeats_forward_hopper": Check(("attention_forward_hopper",), hopper=True, repeats=True),
+    "repeats_forward_two_sets_hopper": Check(("attention_forward_hopper",), hopper=True, two_sets=True, repeats=True),
     "repeats_backward_hopper": Check(_GRADIENTS_HOPPER, _GRADS, hopper=True, repeats=True),
     "repeats_backward_stored": Check(_STORED_GENERAL, _GRADS, stored=True, repeats=True),
     "repeats_backward_stored_hopper": Check(_STORED, _GRADS, hopper=True, stored=True, repeats=True),
@@ -101,7 +104,7 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
     """Run a check; return `ok`, the kernels that ran, each error with its bound, and the answers that changed."""
     check = CHECKS[task.name]
     tensors = _tensors(device, check)
-    with path_of_hopper(check.hopper, check.stored):
+    with path_of_hopper(check.hopper, check.stored, check.two_sets):
         answers, ran, options = _nano(tensors) if task.name == "nano" else _launched(tensors, check)
         changed = _changed(tensors, options, answers, device.sizes.repeats) if check.repeats else []
     verdict = verify(tensors, options, answers=answers)
@@ -111,13 +114,17 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
     return {"ok": ok, "kernels": ran, "missing": missing, "changed": changed, "errors": errors}
 
 
-def path_of_hopper(use_hopper: bool, stored: bool = False) -> AbstractContextManager[Any]:
+def path_of_hopper(use_hopper: bool, stored: bool = False, two_sets: bool = False) -> AbstractContextManager[Any]:
     """Return a context in which our Triton backend uses its kernels for Hopper, or else its general kernels.
 
-    `stored`: gradients store dS.
+    `stored`: gradients store dS; `two_sets`: its forward has two sets of descriptors.
     """
-    switches = {"FLASHPOINT_HOPPER": str(int(use_hopper)), "FLASHPOINT_STORE_DS": str(int(stored))}
-    return mock.patch.dict(os.environ, switches)
+    switches = {
+        "FLASHPOINT_HOPPER": use_hopper,
+        "FLASHPOINT_STORE_DS": stored,
+        "FLASHPOINT_TWO_SETS": two_sets,
+    }
+    return mock.patch.dict(os.environ, {name: str(int(on)) for name, on in switches.items()})
 
 
 def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ def compile_task(device: Cuda, task: Task) -> None:
         for call in _calls_of(device, task)[0]:
             call.compile()
     elif isinstance(task, Timed):
-        with path_of_hopper(task.hopper, task.stored):
+        with path_of_hopper(task.hopper, task.stored, task.two_sets):
             compile_ahead([_problem(device, task)]).result()
     elif isinstance(task, Decode) and not task.page:
         made = make_cache(device, task)
@@ -65,7 +65,7 @@ ACTIONS = {"describe": describe, "perform": perform, "compile": compile_task}
 
 def timed(device: Cuda, task: Timed) -> dict[str, Any]:
     device.measure_peaks(task.case.dtype)
-    with _deterministic(task.deterministic), path_of_hopper(task.hopper, task.stored):
+    with _deterministic(task.deterministic), path_of_hopper(task.hopper, task.stored, task.two_sets):
         return device.measure(task.case)
 
 

@@ -303,6 +303,25 @@ def stored_ds() -> str:
 
 
 @named
+def two_sets() -> str:
+    """Return a table of the forward for Hopper in bfloat16, with one and with two sets of descriptors."""
+    found = json.loads((RESULTS / "compile-sm90.json").read_text())
+    sets = {"forward_hopper": "1", "forward_two_sets_hopper": "2"}
+    rows = [
+        (
+            str(k["head_dim"]), sets[k["kernel"]], f"{k['block_m']}×{k['block_n']}, {k['num_stages']}",
+            str(k["registers"]), f"{k['spill_bytes']}, {k['loop_spills']}", str(-(-k["shared_bytes"] // 1024)),
+            str(k["copies"]), str(k["loop"]), str(k["beside"]),
+        )
+        for k in found["kernels"]
+        if k["kernel"] in sets and k["dtype"] == "bfloat16" and k["head_dim"] in (64, 128, 256)
+    ]  # fmt: skip
+    head = ("D", "sets", "tile, stages", "registers", "spilled", "KiB", "copies", "instructions of the loop",
+            "exponentials beside a product")  # fmt: skip
+    return f"\ntriton {found['triton']}:\n\n{table(head, sorted(rows, key=lambda row: (int(row[0]), row[1])))}"
+
+
+@named
 def stored_ds_in_general() -> str:
     """Return a table of the general kernels of gradients in bfloat16: with S computed twice, and with stored dS."""
     rows = []

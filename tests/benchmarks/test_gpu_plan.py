@@ -1,6 +1,7 @@
 """The plan of `make gpu` has the right tasks in each stage, in the right order."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ def test_the_first_stage_has_smoke_tests_then_what_matters_most() -> None:
     points = list(dict.fromkeys((c.direction, c.causal, c.q_len) for c in cases))
     assert points == [(d, c, n) for d in ("forward", "backward") for c in (False, True) for n in (4096, 16384)]
     beside = [report_name(task) for task in timed.tasks if (task.case.direction, task.case.q_len) == ("backward", 4096)]
+    forward = [report_name(task) for task in timed.tasks if (task.case.direction, task.case.q_len) == ("forward", 4096)]
+    assert forward[:3] == ["triton", "triton hopper", "triton hopper two_sets"]
     assert beside[:8] == [
         "triton", "triton hopper", "triton hopper stored", "triton stored", "sdpa_cudnn", "sdpa_flash",
         "sdpa_efficient", "sdpa_flash deterministic",
@@ -43,7 +46,7 @@ def test_the_first_stage_has_smoke_tests_then_what_matters_most() -> None:
 
 
 def report_name(task: Timed) -> str:
-    marks = [name for name in ("deterministic", "hopper", "stored") if getattr(task, name)]
+    marks = [name for name in ("deterministic", "hopper", "stored", "two_sets") if getattr(task, name)]
     return " ".join([task.case.backend, *marks])
 
 
@@ -70,7 +73,7 @@ def test_the_path_of_hopper_is_timed_where_it_has_kernels() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "dims", "of_hopper"),
-    [("9.0", {64, 128, 256}, {64, 128, 256}), ("8.0", {64, 128, 256}, set()), ("8.9", {128, 256}, set())],
+    [("9.0", {64, 128, 256}, {64, 128, 256}), ("8.0", {64, 128, 256}, set()), ("8.9", {256}, set())],
 )
 def test_gradients_with_stored_ds_are_timed_and_swept_where_they_have_kernels(
     capability: str, dims: set[int], of_hopper: set[int]
@@ -127,6 +130,9 @@ def test_a_time_needs_the_smoke_tests_of_its_kernels() -> None:
     assert Timed(Case(backend="sdpa_flash", batch=1, q_heads=1, q_len=8, head_dim=8)).needs == ()
     assert Timed(case, stored=True).needs == ("forward", "backward_stored")
     assert Timed(case, hopper=True, stored=True).needs == ("forward_hopper", "backward_stored_hopper")
+    two_sets = Timed(replace(case, direction="forward"), hopper=True, two_sets=True)
+    assert two_sets.needs == ("forward_two_sets_hopper",)
+    assert two_sets.compiles != Timed(two_sets.case, hopper=True).compiles
     assert Trial("backward_q_hopper", (1, 1, 8, 8)).needs == ("backward_q_hopper",)
     assert Trial("backward_q_stored", (1, 1, 8, 8)).needs == ("backward_stored",)
     assert Trial("backward_k_stored_hopper", (1, 1, 8, 256)).needs == ("backward_wide_hopper",)

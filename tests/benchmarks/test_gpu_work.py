@@ -27,6 +27,7 @@ SLOW_CHECKS = {
     "float32", "forward_hopper", "wide", "widest", "widest_split", "repeats_backward", "repeats_forward_hopper",
     "repeats_backward_hopper", "backward_stored", "repeats_backward_stored",
     "backward_stored_hopper", "backward_wide_hopper", "repeats_backward_stored_hopper",
+    "forward_two_sets_hopper", "repeats_forward_two_sets_hopper",
 }  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def test_torch_and_our_path_are_asked_for_one_task_alone(
     def measure(self: StandIn, case: Case) -> dict[str, Any]:
         filled: Any = torch.utils.deterministic
         assert not filled.fill_uninitialized_memory
-        paths = os.environ["FLASHPOINT_HOPPER"], os.environ["FLASHPOINT_STORE_DS"]
+        paths = (os.environ[f"FLASHPOINT_{name}"] for name in ("HOPPER", "STORE_DS", "TWO_SETS"))
         seen.append((torch.are_deterministic_algorithms_enabled(), *paths))
         return {}
 
@@ -186,9 +187,12 @@ def test_torch_and_our_path_are_asked_for_one_task_alone(
     else:
         monkeypatch.setenv("FLASHPOINT_HOPPER", before)
     case = Case(backend="triton", batch=1, q_heads=1, q_len=16, head_dim=16)
-    for task in (Timed(case), Timed(case, hopper=True), Timed(case, deterministic=True), Timed(case, stored=True)):
-        work.perform(device, task)
-    assert seen == [(False, "0", "0"), (False, "1", "0"), (True, "0", "0"), (False, "0", "1")]
+    for modes in ("", "hopper", "deterministic", "stored", "hopper two_sets"):
+        work.perform(device, Timed(case, **dict.fromkeys(modes.split(), True)))
+    assert seen == [
+        (False, "0", "0", "0"), (False, "1", "0", "0"), (True, "0", "0", "0"), (False, "0", "1", "0"),
+        (False, "1", "0", "1"),
+    ]  # fmt: skip
     assert not torch.are_deterministic_algorithms_enabled()
     assert os.environ.get("FLASHPOINT_HOPPER") == before
 

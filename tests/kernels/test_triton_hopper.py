@@ -76,3 +76,7 @@ def test_it_is_on_unless_0_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FLASHPOINT_HOPPER", "yes")
     with pytest.raises(ValueError, match="FLASHPOINT_HOPPER must be 0 or 1, not 'yes'"):
         kernels(tensors, Options())
+    monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
+    monkeypatch.setenv("FLASHPOINT_TWO_SETS", "no")
+    with pytest.raises(ValueError, match="FLASHPOINT_TWO_SETS must be 0 or 1, not 'no'"):
+        kernels(tensors, Options())

@@ -83,8 +83,8 @@ class StandIn(Cuda):
     def measure(self, case: Case) -> dict[str, Any]:
         """Return a made-up row; if the case's backend is triton, run the kernels on one head of the case first."""
         hopper = os.environ.get("FLASHPOINT_HOPPER") == "1"
-        stored = os.environ.get("FLASHPOINT_STORE_DS") == "1"
-        what = plan.Timed(case, _deterministic(), hopper, stored).key
+        stored, two_sets = (os.environ.get(f"FLASHPOINT_{name}") == "1" for name in ("STORE_DS", "TWO_SETS"))
+        what = plan.Timed(case, _deterministic(), hopper, stored, two_sets).key
         self.note("begin", what)
         row = dict.fromkeys(ROW_FIELDS) | {name: getattr(case, name) for name in ROW_FIELDS if hasattr(case, name)}
         if case.backend in ("flash_attn", "flash_attn_3", "flashinfer", "xformers"):

@@ -83,6 +83,23 @@ def convert_layout(x: Any, _layout: object) -> Any:
 static_range = builtins.range
 
 
+_Place = tuple[tuple[str, int], ...]
+
+
+def _place() -> _Place:
+    """Return where a descriptor is made: the lines of the kernel that lead there, from the role's function on.
+
+    The compiler inlines all functions, so a function that is called at two places makes descriptors in two memories.
+    """
+    lines = []
+    frame = sys._getframe(2)
+    while (back := frame.f_back) is not None:
+        if frame.f_globals["__name__"].startswith(("flashpoint_kernels", "tests.kernels")):
+            lines.append((frame.f_code.co_name, frame.f_lineno))
+        frame = back
+    return tuple(lines)
+
+
 class _Part(threading.local):
     """The state of each thread: the unfinished products of its role, and the stage of its program."""
 
@@ -101,6 +118,7 @@ class _Stage:
         self.gave_way: list[object] = []  # roles in `give_way`, which continue in this order
         self.raised: list[BaseException] = []
         self.copies: list[np.ndarray] = []  # the tiles of running copies
+        self.places: list[_Place] = []  # for each of them, where its descriptor is made
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         self.waiting.append(ready)
@@ -230,8 +248,10 @@ class _Block:
 class _Descriptor:
     """A tensor descriptor (TMA) of (rows, columns) or (heads, rows, columns). Loads outside rows or columns give 0."""
 
-    def __init__(self, base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
-        self.base, self.shape, self.strides, self.layout = base, shape, strides, _Layout()
+    def __init__(
+        self, base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any], place: _Place
+    ) -> None:
+        self.base, self.shape, self.strides, self.place, self.layout = base, shape, strides, place, _Layout()
         self.block_type = _Block(block, base.dtype.element_ty)
 
     def load(self, first: Sequence[Any]) -> np.ndarray:
@@ -312,9 +332,10 @@ class _TMA:
         base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any], _layout: object
     ) -> _Descriptor:
         # In a loop a descriptor reuses the memory of the previous one, which a copy may still read.
-        if _part.stage.copies:
-            raise RuntimeError("a descriptor is made while a copy is under way")
-        return _Descriptor(base, shape, strides, block)
+        place = _place()
+        if place in _part.stage.places:
+            raise RuntimeError("a descriptor is made while a copy by the last one of this place is under way")
+        return _Descriptor(base, shape, strides, block, place)
 
     @staticmethod
     def async_load(rows: _Descriptor, at: Sequence[Any], shared: _Shared, tile: _Shared) -> None:
@@ -323,12 +344,14 @@ class _TMA:
 
         def come() -> int:
             written[...] = rows.load(at)
-            stage.copies = [each for each in stage.copies if each is not written]
+            ended = next(n for n, each in enumerate(stage.copies) if each is written)
+            del stage.copies[ended], stage.places[ended]
             return rows.block_type.nbytes
 
         assert list(written.shape) == rows.block_type.shape
         written[...] = np.nan
         stage.copies.append(written)
+        stage.places.append(rows.place)
         shared.barrier.copies.append(come)
 
 

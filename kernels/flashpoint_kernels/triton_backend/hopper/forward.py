@@ -121,25 +121,44 @@ def block_of(nth):
 @jit
 def producer(pipes, launched, blocks, C: tl.constexpr):
     """Run the loading warp: for each block load the queries, then keys and values tile by tile."""
-    tiles, seeing = 0, 0
+    tiles, before, seeing = 0, 0, 0  # `before` is the first tile of the previous block that sees keys
     for nth in range(rounds(blocks)):
         seq, work = find_queries(launched, block_of(nth), tiles, ITEM, C)
-        t, head, band = seq.row, seq.head, seq.band
         if work.end > tiles:
-            # Wait until the copies of the previous block have ended: its descriptors must not change during a copy.
-            for n in range(gl.maximum(tiles - C.STAGES, 0), tiles):
-                wait_full(pipes.k, n, C)
-                wait_full(pipes.v, n, C)
-            mbarrier.wait(pipes.q.full.index(0), (seeing - 1) & 1, pred=seeing > 0)
-            kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
-            q = descriptor(rows_of(t, col.Q, head, band.q_len, launched.head_dim, C), C.BLOCK_M, C.BLOCK_D, C)
-            k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, launched.head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
-            v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, launched.value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
-            mbarrier.wait(pipes.q.empty.index(0), (seeing & 1) ^ 1)
-            load_tile(q, pipes.q.tiles.index(0), [work.i0, 0], pipes.q.full.index(0))
-            load_keys(k, pipes.k, v, pipes.v, work, C)
+            if C.TWO_SETS:
+                # Each of the two calls is compiled on its own, with memory for descriptors of its own.
+                if seeing % 2 == 0:
+                    load_block(pipes, launched, seq, work, before, seeing, C)
+                else:
+                    load_block(pipes, launched, seq, work, before, seeing, C)
+            else:
+                load_block(pipes, launched, seq, work, tiles, seeing, C)
+            before = tiles
             tiles = work.end
             seeing += 1
+
+
+@jit
+def load_block(pipes, launched, seq, work, ended, seeing, C: tl.constexpr):
+    """Load the queries, keys and values of a block.
+
+    Descriptors must not change during a copy, so first wait for the copies of the block that used the same descriptors:
+    the previous one, or with TWO_SETS the one before it. `ended` is the number of tiles up to the end of that block.
+    """
+    t, head, band = seq.row, seq.head, seq.band
+    # Where a later tile is already in the stage of an earlier one, the earlier copy has ended.
+    for n in range(gl.maximum(work.first - C.STAGES, 0), ended):
+        wait_full(pipes.k, n, C)
+        wait_full(pipes.v, n, C)
+    if not C.TWO_SETS:  # else the previous block has waited for it: its queries used the same stage
+        mbarrier.wait(pipes.q.full.index(0), (seeing - 1) & 1, pred=seeing > 0)
+    kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
+    q = descriptor(rows_of(t, col.Q, head, band.q_len, launched.head_dim, C), C.BLOCK_M, C.BLOCK_D, C)
+    k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, launched.head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
+    v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, launched.value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
+    mbarrier.wait(pipes.q.empty.index(0), (seeing & 1) ^ 1)
+    load_tile(q, pipes.q.tiles.index(0), [work.i0, 0], pipes.q.full.index(0))
+    load_keys(k, pipes.k, v, pipes.v, work, C)
 
 
 @jit

@@ -260,9 +260,21 @@ def takes_hopper(device: torch.device) -> bool:
     It is off when Triton interprets, because the interpreter does not run Gluon, unless `stand_in` replaces the device.
     Raises ValueError if FLASHPOINT_HOPPER is neither 0 nor 1.
     """
-    value = os.environ.get("FLASHPOINT_HOPPER") or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {value!r}")
-    if value == "0" or (INTERPRETED and stand_in is None):
+    if not _switch("FLASHPOINT_HOPPER", "1") or (INTERPRETED and stand_in is None):
         return False
     return chip_of(device).arch == 90
+
+
+def two_sets() -> bool:
+    """Return `Constants.TWO_SETS` of the forward for Hopper: whether FLASHPOINT_TWO_SETS is 1.
+
+    Raises ValueError if it is neither 0 nor 1.
+    """
+    return _switch("FLASHPOINT_TWO_SETS", "0")
+
+
+def _switch(name: str, default: str) -> bool:
+    value = os.environ.get(name) or default
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, not {value!r}")
+    return value == "1"

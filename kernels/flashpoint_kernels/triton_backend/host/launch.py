@@ -15,7 +15,14 @@ from flashpoint_kernels.problems import workspace
 from flashpoint_kernels.problems.problem import Problem, with_forwards
 from flashpoint_kernels.triton_backend.host import lists
 from flashpoint_kernels.triton_backend.host.calls import Call, Code, run_calls, start_compiling
-from flashpoint_kernels.triton_backend.host.config import carries_float32, exact, parts_of, stores, takes_hopper
+from flashpoint_kernels.triton_backend.host.config import (
+    carries_float32,
+    exact,
+    parts_of,
+    stores,
+    takes_hopper,
+    two_sets,
+)
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.host.grouped import Launch
 from flashpoint_kernels.triton_backend.host.route import (
@@ -235,22 +242,22 @@ def _forward_hopper(launch: Launch, items: np.ndarray) -> Call:
 
     blocks = len(items) * launch.heads
     return launch.call(
-        _code_of_hopper(launch.route, attention_forward_hopper, "forward"), items, launch.heads,
+        _code_of_hopper(launch.route, attention_forward_hopper, "forward", two_sets()), items, launch.heads,
         lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims, blocks),
         launch.route.multiprocessors,
     )  # fmt: skip
 
 
-def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
-    """Return the code of a kernel for Hopper; `name` is the name of its tile in `Config`."""
+def _code_of_hopper(route: Route, kernel: Any, name: str, two: bool | None = None) -> Code:
+    """Return the code of a kernel for Hopper; `name` is the name of its tile in `Config`, `two` is TWO_SETS."""
 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile: Tile = getattr(route.config, name)
-        of_kernel = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        of_kernel = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "TWO_SETS": two}
         of_kernel |= stores(name, *route.block_dims)
         return tile, route.shared(*OF_HOPPER) | of_kernel | {"CARRY_FLOAT32": carries_float32(name, *route.block_dims)}
 
-    return route.code(kernel, name, make)
+    return route.code(kernel, (name, two), make)
 
 
 def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:

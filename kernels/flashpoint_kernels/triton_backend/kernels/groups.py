@@ -45,6 +45,8 @@ class Constants:
     - BLOCKS: there is a block mask, and the tiles come from a list (see blocks.py).
     - STORE_DS: a kernel of dK or dV stores dS, from which another kernel computes dQ (see stored.py).
     - HOLD: that kernel, for Hopper, has its keys and values in registers, not in shared memory (see config.stores).
+    - TWO_SETS: the forward for Hopper has two sets of descriptors, so that it makes those of a block while tiles of the
+      previous block are copied.
     """
 
     LEVEL: int | None = None
@@ -69,6 +71,7 @@ class Constants:
     BLOCKS: bool | None = None
     STORE_DS: bool | None = None
     HOLD: bool | None = None
+    TWO_SETS: bool | None = None
 
     @cached_property
     def _hash(self) -> int:

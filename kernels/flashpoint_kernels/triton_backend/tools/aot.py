@@ -63,6 +63,7 @@ KERNELS = {
     "forward": attention_forward,
     "cascade": attention_cascade,
     "forward_hopper": attention_forward_hopper,
+    "forward_two_sets_hopper": attention_forward_hopper,
     "merge": merge_parts,
     "delta": attention_delta,
     "backward_kv": attention_backward_kv,
@@ -92,10 +93,10 @@ _POINTERS = {
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 _FORWARDS = ("forward", "cascade")
 _STORED = ("backward_kv_storing", "backward_v_storing", "backward_k_stored", "backward_q_stored")
-_PRODUCTS = (*_FORWARDS, "backward_kv", "backward_q", *_STORED)
+_PRODUCTS = (*_FORWARDS, "forward_two_sets", "backward_kv", "backward_q", *_STORED)
 # How many tiles of a tensor one iteration of a kernel for Hopper reads, each from one stage of shared memory. Meanwhile
 # the other stages of its two tensors are loaded. An iteration of the kernel for dQ reads two tiles of keys.
-HELD = {"forward_hopper": 1, "backward_q_hopper": 2}
+HELD = {"forward_hopper": 1, "forward_two_sets_hopper": 1, "backward_q_hopper": 2}
 HELD |= {f"{name}_hopper": 1 for name in ("backward_kv", *_STORED)}
 
 
@@ -162,7 +163,7 @@ def tile_of(variant: Variant) -> Tile:
     if kernel.startswith("list"):
         return replace(config.forward if kernel == "list_key_tiles" else config.backward_kv, num_warps=1, num_stages=1)
     tiles_of = dict.fromkeys(("delta", "backward_mask", "backward_sinks"), "backward_q")
-    tile: Tile = getattr(config, tiles_of.get(kernel, kernel.removesuffix("_hopper")))
+    tile: Tile = getattr(config, tiles_of.get(kernel, _name_of_tile(kernel)))
     return tile
 
 
@@ -170,6 +171,11 @@ def kernel_of(variant: Variant) -> tuple[str, int]:
     """Return (key in KERNELS, rows of packed blocks or 0): ("forward", 16) for "forward_packed16_blocks"."""
     kernel, _, rows = variant.kernel.removesuffix("_blocks").partition("_packed")
     return kernel, int(rows or 0)
+
+
+def _name_of_tile(kernel: str) -> str:
+    """Return the name in `Config` of the tile of a kernel for Hopper."""
+    return kernel.removesuffix("_hopper").removesuffix("_two_sets")
 
 
 def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
@@ -211,7 +217,8 @@ def build(variant: Variant, tile: Tile) -> Any:
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_REST=block_rest,
         BLOCK_DV=block_dv, BLOCK_DV_REST=block_dv_rest, EVEN=even, STAGES=tile.num_stages,
         RELOAD=of_gradients and reloads(dtype, dim, value_dim), PACKED=rows > 0,
-        CARRY_FLOAT32=carries_float32(kernel.removesuffix("_hopper"), block_d, padded(value_dim)) if hopper else None,
+        CARRY_FLOAT32=carries_float32(_name_of_tile(kernel), block_d, padded(value_dim)) if hopper else None,
+        TWO_SETS="two_sets" in kernel if hopper and kernel.startswith("forward") else None,
         PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys), BLOCKS=variant.kernel.endswith("_blocks"),
         **(stores(kernel.removesuffix("_hopper"), block_d, block_dv) if hopper else of_general),
     )  # fmt: skip

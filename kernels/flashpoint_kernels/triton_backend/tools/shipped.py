@@ -72,6 +72,7 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
         variants += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(storable, _OF_STORED)]
         if arch == 90 and dtype != "float32":
             variants += [Variant(f"{k}_hopper", arch, dtype, dim) for dim in dims for k in hopper_tiles(dim, dim)]
+            variants += [Variant("forward_two_sets_hopper", arch, dtype, dim) for dim in dims]
     return [*variants, Variant("backward_sinks", arch, "float32", 64, 1)]
 
 
