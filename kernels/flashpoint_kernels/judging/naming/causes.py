@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -253,7 +254,8 @@ def _right_alone(trial: Trial, case: Case, grads: bool) -> bool:
         trial.worker.start()
     except EndedError:
         return False
-    return trial.run(case, **({} if grads else {"leaves": []})).status in ("right", "imprecise")
+    mode: dict[str, Any] = {} if grads else {"leaves": []}
+    return trial.run(case, **mode).status in ("right", "imprecise")
 
 
 def _reads_beyond(trial: Trial, o: Outcome) -> bool:
