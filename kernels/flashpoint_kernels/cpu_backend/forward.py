@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
+from flashpoint_kernels.cpu_backend.ranges import is_tiny
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Forward
 from flashpoint_kernels.native.rows import Place, Spans, numbers_of
@@ -77,9 +78,10 @@ _REPEATED = frozenset({
 
 
 def repeats(problem: Problem) -> bool:
-    """Return whether a problem's `prepared` copies nothing, so that it stays valid when tensors get other values."""
-    given = problem.tensors
-    return problem.spec.given <= _REPEATED and all(given[n].stride(-1) == 1 for n in IN_ROWS if n in given)
+    """Return whether a problem's `prepared` stays valid when tensors get other values: it copies and moves nothing."""
+    given, spec = problem.tensors, problem.spec
+    in_place = all(given[n].stride(-1) == 1 for n in IN_ROWS if n in given)
+    return in_place and spec.given <= _REPEATED and not is_tiny(spec.scale)
 
 
 def readable(problem: Problem) -> dict[str, Tensor]:

@@ -17,13 +17,22 @@ KEPT_BYTES = 1 << 19  # maximum bytes of o and lse that `Problem.calls` of a gra
 
 def forward(problems: Sequence[Problem]) -> None:
     """Compute o, and lse where it is requested."""
+    _compute(problems, _calls)
+
+
+def _compute(problems: Sequence[Problem], prepare: Callable[[Problem], Sequence[Callable[[], object]]]) -> None:
+    """Compute problems by their stored calls, or by those that `prepare` returns."""
+
+    def anew(problem: Problem) -> None:
+        for call in prepare(problem):
+            call()
+
     for problem in problems:
-        with_moved(_forward, problem)
-
-
-def _forward(problem: Problem) -> None:
-    for call in problem.calls or _calls(problem):
-        call()
+        if not problem.calls:
+            with_moved(anew, problem)
+            continue
+        for call in problem.calls:
+            call()
 
 
 def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
@@ -41,13 +50,7 @@ def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
 
 def backward(problems: Sequence[Problem]) -> None:
     """Compute gradients, and the forward's `o` and `lse` if they are missing."""
-    for problem in problems:
-        with_moved(_backward, problem)
-
-
-def _backward(problem: Problem) -> None:
-    for call in problem.calls or _gradient_calls(problem):
-        call()
+    _compute(problems, _gradient_calls)
 
 
 def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:

@@ -159,18 +159,16 @@ class Forward:
     @property
     def nbytes(self) -> int:
         """Return how many bytes of keys and values the forward reads."""
-        return self._nbytes(sum(row.keys for row in self.rows))
+        return self._nbytes(sum([row.keys for row in self.rows]))
 
     def _nbytes(self, keys: int) -> int:
         return keys * self.heads * (self.spec.head_dim + self.spec.value_dim) * self.keys[0].dtype.itemsize
 
     def workers(self, threads: int) -> int:
         """Return the number of threads for the work, at most `threads`."""
-        return (
-            1
-            if threads == 1
-            else self._workers(threads, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
-        )
+        if threads == 1:
+            return 1
+        return self._workers(threads, sum([row.keys for row in self.rows]), sum([row.pairs for row in self.rows]))
 
     def _workers(self, threads: int, keys: int, pairs: int) -> int:
         flops = 2 * pairs * self.spec.q_heads * (self.spec.head_dim + self.spec.value_dim)
@@ -195,9 +193,9 @@ class Forward:
 
     def cuts(self, count: int) -> list[tuple[int, int]]:
         """Return at most `count` ranges of units with about equal work."""
-        edges = [0, *accumulate(pairs for row in self.rows for pairs in [row.pairs] * self.heads)]
-        cuts = [bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)]
-        return [(first, last) for first, last in pairwise(cuts) if first < last]
+        edges = [0, *accumulate([pairs for row in self.rows for pairs in [row.pairs] * self.heads])]
+        cuts = sorted({bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)})
+        return [*pairwise(cuts)]
 
     def _between_chunks(
         self, rows: Sequence[Rows], workers: int

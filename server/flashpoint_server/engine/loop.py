@@ -144,7 +144,7 @@ class EngineLoop:
             finally:
                 self._turn.release()
         with self._lock:
-            return self._take()
+            return None if self._stopping else self._scheduler.take()
 
     def _listen(self) -> Task | None:
         """Receive messages until there is a task, and return it. Return None when the engine ends."""
@@ -153,7 +153,7 @@ class EngineLoop:
             self._hear_all(timeout)
             self._look_at_ledger()
             with self._lock:
-                if (task := self._take()) is not None:
+                if not self._stopping and (task := self._scheduler.take()) is not None:
                     return task
                 if self._unseen:  # a task has changed the ledger since `_look_at_ledger`: look again before sleeping
                     timeout = 0
@@ -195,29 +195,23 @@ class EngineLoop:
         ledger = self._executor.device.ledger
         return *ledger.usage(StoredCache), *ledger.usage(SavedForward)
 
-    def _take(self) -> Task | None:
-        return None if self._stopping else self._scheduler.take()
-
     def _run(self, task: Task) -> None:
+        """Run a task, and the tasks that this thread must run next."""
         following: Task | None = task
         while following is not None:
-            following = self._run_one(following)
-
-    def _run_one(self, task: Task) -> Task | None:
-        """Run a task. Return the task that this thread must run next, or None."""
-        failure = self._executor.run(task)
-        with self._lock:
-            following = self._scheduler.finish(task, failure)
-            for request in task.requests:
-                self._let_go(request.worker)
-            if self._unseen:  # the listening thread must send the ledger's new counts, and note when items may expire
-                self._waker.wake()
-            match task:
-                case BenchmarkSlice(plugin=plugin):
-                    self._tell_all(plugin.conclude())
-                    if plugin.suspect:
-                        self._executor.end_if_lost(by=plugin.name)
-            return following
+            task = following
+            failure = self._executor.run(task)
+            with self._lock:
+                following = self._scheduler.finish(task, failure)
+                for request in task.requests:
+                    self._let_go(request.worker)
+                if self._unseen:  # the listening thread must send the ledger's new counts, and note when items expire
+                    self._waker.wake()
+                match task:
+                    case BenchmarkSlice(plugin=plugin):
+                        self._tell_all(plugin.conclude())
+                        if plugin.suspect:
+                            self._executor.end_if_lost(by=plugin.name)
 
     # The HTTP processes
 

@@ -19,7 +19,6 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.body import EXTENSION
 from flashpoint_server.refusal import Refusal
 
-_MOST_KNOWN = 256  # maximum number of allowed Host values that are cached
 _PAGES = ("/", "/docs", "/docs/errors")  # pages to which other sites may link
 _BOTH = ("X-Request-Id", "Inference-Header-Content-Length")
 _SENT = (
@@ -45,12 +44,10 @@ class OriginPolicy:
         self._any_origin = "*" in origins
         self._origins = frozenset(origins)
         self._named = bool(names)
-        self._known: set[str] = set()
 
     def only_loopback(self) -> None:
         """Allow only loopback names and `names`. For a server on loopback that does not authenticate callers."""
         self._every_name = self._every_name and self._named
-        self._known.clear()
 
     def check(self, exchange: Exchange, here: str | None) -> None:
         """Raise Refusal 421 if the Host field is not allowed, and 403 if the page that sent the request is not allowed.
@@ -59,7 +56,7 @@ class OriginPolicy:
         """
         headers = exchange.headers
         host = headers.get("host")
-        if host is not None and host not in self._known:
+        if host is not None:
             self._check_host(host, here)
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if (site is not None or origin is not None) and not self._welcome(exchange, site, origin, host):
@@ -80,8 +77,6 @@ class OriginPolicy:
                 f"the server does not accept the host {name!r}: use a loopback name, for example localhost, or start "
                 "the server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
             )
-        if allowed and len(self._known) < _MOST_KNOWN:
-            self._known.add(host)
 
     def _welcome(self, exchange: Exchange, site: str | None, origin: str | None, host: str | None) -> bool:
         """Return whether the request comes from our own page, from no page, or from an origin that CORS allows.

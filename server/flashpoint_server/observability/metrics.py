@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -35,7 +34,6 @@ _LAGS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
 ENDS = ("answered", "refused", "cancelled")
 AT_ONCE = 256  # number of metric updates to do in one batch; about 50 requests make that many
-M = TypeVar("M", Counter, Histogram)
 _PROCESS_ID = "flashpoint_process_id"
 
 
@@ -62,7 +60,6 @@ class Metrics(Listener):
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         several = self._counted is not None or MULTIPROCESS in os.environ
         self._at_once = 1 if several else AT_ONCE  # 1: other processes may read the counts at any time
-        self._children: dict[tuple[object, ...], MetricWrapperBase] = {}
 
         def counter(name: str, help_: str, *labels: str) -> Counter:
             return Counter(f"flashpoint_{name}", help_, labels, registry=registry)
@@ -151,13 +148,6 @@ class Metrics(Listener):
         for count, arguments in waiting:
             count(*arguments)
 
-    def _of(self, metric: M, *labels: str) -> M:
-        """Return `metric.labels(*labels)`, cached: `labels` checks its arguments and takes a lock."""
-        child = self._children.get(key := (metric, *labels))
-        if child is None:
-            child = self._children[key] = metric.labels(*labels)
-        return cast(M, child)
-
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
         """Count a request that has ended, with or without an answer."""
         reason = exchange.code or "ok"
@@ -167,10 +157,10 @@ class Metrics(Listener):
     def _count_ended(
         self, route: str, status: str, reason: str, key: str, seconds: float, bytes_in: int, bytes_out: int
     ) -> None:
-        self._of(self._requests, route, status, reason).inc()
+        self._requests.labels(route, status, reason).inc()
         if key:
-            self._of(self._by_key, key, reason).inc()
-        self._of(self._seconds, route).observe(seconds)
+            self._by_key.labels(key, reason).inc()
+        self._seconds.labels(route).observe(seconds)
         self._bytes_in.inc(bytes_in)
         self._bytes_out.inc(bytes_out)
 
@@ -204,8 +194,8 @@ class Metrics(Listener):
         seconds = max(done.ended - done.began - done.copy_in - done.copy_out, 1e-9)
         self._batch_size.observe(done.batch_size)
         self._batch_fill.observe(batch.fill)
-        self._of(self._flops, backend).inc(batch.flops)
-        self._of(self._compute, backend).inc(seconds)
+        self._flops.labels(backend).inc(batch.flops)
+        self._compute.labels(backend).inc(seconds)
         self._speed.set(batch.flops / seconds / 1e12)
         if batch.padding:
             self._padding.inc(batch.padding)
@@ -221,7 +211,7 @@ class Metrics(Listener):
         self._cache_limit.labels(engine).set(nbytes)
 
     def verified(self, about: AnswerVerified) -> None:
-        self._later(self._of(self._verified, about.backend, about.dtype, about.direction, about.result).inc)
+        self._later(self._verified.labels(about.backend, about.dtype, about.direction, about.result).inc)
 
     def kernels_off(self, engine: str, off: Mapping[str, str]) -> None:
         """Set the metric of the kernels that are switched off in an engine."""

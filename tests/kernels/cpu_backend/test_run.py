@@ -76,6 +76,19 @@ def test_a_problem_runs_again_with_other_numbers(
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_problem_with_a_tiny_scale_runs_again_with_larger_numbers(direction: str) -> None:
+    """Products of the larger numbers exceed float32, so q and the scale must be changed for them alone (ranges.py)."""
+    tensors = {name: torch.randn(1, 2, 8, 16) for name in ("q", "k", "v", "do")[: 3 if direction == "forward" else 4]}
+    options = {"scale": 2.0**-134}
+    problem = problem_of(direction, tensors, options, 1)
+    outputs(problem, direction)
+    for name in "qk":
+        tensors[name].mul_(2.0**66)
+    again, fresh = outputs(problem, direction), outputs(problem_of(direction, tensors, options, 1), direction)
+    assert all(torch.equal(again[name], fresh[name]) for name in fresh)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_problem_that_is_dropped_frees_its_memory(direction: str) -> None:
     """A deleted problem frees its memory at once: its `calls` refer to its tensors, not to it, so there is no cycle."""
     tensors = {name: torch.randn(1, 1, 4, 16) for name in ("q", "k", "v", "do")[: 3 if direction == "forward" else 4]}

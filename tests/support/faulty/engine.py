@@ -46,7 +46,7 @@ from flashpoint_server.engine.execution.cpu import CpuDevice
 from flashpoint_server.engine.execution.cuda import CudaDevice
 from flashpoint_server.engine.execution.device import DeviceLostError
 from flashpoint_server.engine.scheduling import scheduler
-from flashpoint_server.engine.scheduling.engine_request import Group, OutOfMemoryError
+from flashpoint_server.engine.scheduling.engine_request import OutOfMemoryError
 from flashpoint_server.engine.scheduling.tasks import Compute
 from flashpoint_server.engine.state import ledger
 from flashpoint_server.engine.state.memory import tensor_in
@@ -221,7 +221,7 @@ class TellingScheduler(scheduler.Scheduler):
         return task
 
     def _has_lane(self, item):
-        name = (item.requests[0] if isinstance(item, Group) else item).submit.request_id
+        name = item.submit.request_id
         at_gate = name.startswith("step-") and self.taken[name] >= 2 and not gate("step").exists()
         return not at_gate and super()._has_lane(item)
 
@@ -231,11 +231,11 @@ class TellingScheduler(scheduler.Scheduler):
             log.debug("dropped", request_id=request.submit.request_id)
         return removed
 
-    def _drop_parts(self, group):
-        if group.parts:
-            for request in group.requests:
+    def _drop_parts(self, first):
+        if first.parts:
+            for request in (first, *first.others):
                 log.debug("dropped", request_id=request.submit.request_id)
-        super()._drop_parts(group)
+        super()._drop_parts(first)
 
 
 class FaultyStore(store.CacheStore):

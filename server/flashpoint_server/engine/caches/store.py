@@ -179,11 +179,6 @@ class CacheStore:
         with self._lock:
             return [self.record(cache) for cache in self.ledger.listed(StoredCache, terms.owner, after, limit)]
 
-    def lengths(self, owner: str, serials: Sequence[int], layer: int) -> Sequence[int]:
-        """Return the number of tokens that each of these caches has in a layer. Raises Refusal 404 and 410."""
-        with self._lock:
-            return [cache.tracks[layer].length for cache in self._find(owner, serials)]
-
     def shared_chunk(self, owner: str, serials: Sequence[int], layer: int) -> Chunk | None:
         """Return the first stored chunk of the cache `serials[0]`, if it is full and another cache uses it, or None."""
         with self._lock:
@@ -235,8 +230,10 @@ class CacheStore:
 
     def _find(self, owner: str, serials: Sequence[int], fields: Sequence[str] = ()) -> list[StoredCache]:
         every = [self.ledger.find(StoredCache, owner, serial) for serial in serials]
-        self._refuse([one if isinstance(one, tuple) else None for one in every], fields)
-        return [one for one in every if isinstance(one, StoredCache)]
+        found = [one for one in every if isinstance(one, StoredCache)]
+        if len(found) < len(every):
+            self._refuse([one if isinstance(one, tuple) else None for one in every], fields)
+        return found
 
     @staticmethod
     def _refuse(problems: Sequence[tuple[str, str] | None], fields: Sequence[str] = ()) -> None:
@@ -366,6 +363,8 @@ class CacheStore:
         if not terms.key:
             return False
         known = [cache.keys.get(terms.key) for cache in caches]
+        if known.count(None) == len(known):
+            return False
         self._refuse([REUSED if one not in (None, terms.payload) else None for one in known])
         if all(cache.last == terms.key for cache in caches):
             return True

@@ -86,7 +86,7 @@ class Executor:
     def answer(self, request: EngineRequest) -> None:
         """Answer a request whose parts have all ended, or that has failed."""
         if request.failure is None:
-            self._done(request, 1, NO_COPIES, request.alone(self._budget), next(self._numbers))
+            self._done(request, 1, NO_COPIES, request.about, next(self._numbers))
         else:
             request.worker.send(_failed(request))
 
@@ -114,18 +114,18 @@ class Executor:
         request = task.requests[0]
         try:
             if not request.over_caches:
-                task.group.add(request.cut(self.device.parts))
+                request.add(request.cut(self.device.parts, self._budget))
                 return None
             with self._watchdog.watched():
                 parts = self._cut_calls(task.requests, task.cores)
-                if len(parts) == 1 and not task.group.unwanted:
+                if len(parts) == 1 and not request.unwanted:
                     run = partial(self._run_part, parts[0], request.attention.backend)
                     if task.cores > 1 or task.long:
                         run()
                     else:  # kernel threads leave one core to Python code (kernel_threads.py)
                         self._kernels.run(run)
                     parts = ()
-                task.group.add(parts)
+                request.add(parts)
         except Exception as error:
             return error
         return None
@@ -139,7 +139,7 @@ class Executor:
         for request in requests:
             try:
                 call = self._call(request)
-                ready.append((request, call, self.device.write(call)))
+                ready.append((request, call, self._write(request, call)))
             except Exception as error:
                 if len(requests) == 1:
                     raise
@@ -149,15 +149,22 @@ class Executor:
         backend = ready[0][0].attention.backend
         sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
         for (request, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
-            request.of_rows(rows, seed)
+            request.of_rows(rows, seed, self._budget)
             request.weighing = self.device.weighing(call, caches, backend)
-            request.reads = self.device.caches.reads(caches, call.cache_ref.layer)
+            if (reads := self.device.caches.reads(caches, call.cache_ref.layer)) is not None:
+                request.answers["reads"] = reads
         return parts
 
     def _call(self, request: EngineRequest) -> CachedCall:
         """Return a request's tensors and caches as a `CachedCall`. Raises Refusal 422."""
         tensors = self.device.call_tensors(request)
         return CachedCall.of_request(tensors, request.attention, request.submit.inputs, request.memory)
+
+    def _write(self, request: EngineRequest, call: CachedCall) -> Sequence[StoredCache]:
+        """Write the new tokens of a call, and return its caches, whose lengths the answer has. Raises Refusal."""
+        caches = self.device.write(call)
+        request.answers["lengths"] = [cache.tracks[call.cache_ref.layer].length for cache in caches]
+        return caches
 
     def _keep(self, request: EngineRequest) -> Exception | None:
         try:
@@ -198,7 +205,7 @@ class Executor:
         if request.over_caches:
             try:
                 request.call = self._call(request)
-                self.device.write(request.call)
+                self._write(request, request.call)
             except Exception as error:
                 self._fail([request], error)
                 return False
@@ -280,10 +287,7 @@ class Executor:
             metadata["kernel"] = kernel
         if spec.options.dropout_p:
             metadata["dropout_seed"] = request.seed
-        if (cache_ref := body.cache_ref) is not None:
-            metadata["lengths"] = self.device.caches.lengths(cache_ref.owner, cache_ref.caches, cache_ref.layer)
-            if request.reads is not None:
-                metadata["reads"] = request.reads
+        metadata |= request.answers
         if request.saved_forward is not None:
             metadata["saved"] = request.saved_forward.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()

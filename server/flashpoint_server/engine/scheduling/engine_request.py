@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import mul
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -60,24 +60,6 @@ def spec_of(submit: Submit, body: AttentionCall) -> Spec:
     return plan(infos, options, body.direction)
 
 
-class Lengths(NamedTuple):
-    """The sizes of a request: its number of sequences and of (query, key) pairs, and its longest q and k."""
-
-    sequences: int
-    pairs: int
-    longest_q: int
-    longest_k: int
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> Lengths:
-        # q_len and kv_len: read by index, which is faster than by attribute; there may be 65,536 rows
-        q, k = [row[3] for row in rows], [row[6] for row in rows]
-        return cls(len(rows), sum(map(mul, q, k)), max(q, default=0), max(k, default=0))
-
-
-NO_LENGTHS = Lengths(0, 0, 0, 0)
-
-
 # The tensors and options of problems whose parts can be cached: no part depends on their values but by their memory.
 _CACHED = frozenset({
     "q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "do", "dlse", "o", "lse",
@@ -97,9 +79,8 @@ class PlannedProblem:
     spec: Spec
     key: Hashable | None  # as in `EngineRequest`, or ALONE
     parts: list[Problem] = field(default_factory=list)
-    lengths: Lengths = NO_LENGTHS  # the sequences of `parts`
+    about: Batch | None = None  # the message about a launch of `parts` alone
     tensors: CallTensors | None = None  # the tensors of a call over caches, which has no cached parts
-    alone: Batch | None = None  # the message about a launch with only this request
     recalls: bool = False  # whether it uses tensors of a saved forward
 
     @cached_property
@@ -223,25 +204,34 @@ class EngineRequest:
     """A request. Requests with equal `key` may share a launch. Attention with key None is cut into parts instead.
 
     Requests over caches with equal `kin` begin with the same cached keys, and are cut together if they wait at the same
-    time.
+    time: the first one has the parts of all, and is in the queue while some of them have not started.
     """
 
     submit: Submit
     worker: Worker
-    planned: PlannedProblem | None  # None if the request is not attention
+    planned: PlannedProblem | None  # None if the request is not attention, like the next two
+    spec: Spec = field(init=False)  # the problem
+    attention: AttentionCall = field(init=False)  # the body of `submit`
     key: Hashable | None
-    rank: float  # `Submit.rank`
     over_caches: bool  # whether it is attention over caches
     caches: tuple[int, ...]  # serials of the caches, or of the saved forward, that the request uses, each once
+    many: bool  # whether cutting it takes a while: it has many sequences, or tokens must be written
     arrived: float  # in `time.monotonic` seconds
+    nbytes: int  # of its inputs and outputs
+    rank: float  # `Submit.rank`, minus PASSED times the predicted seconds of the parts that have started
+    seconds: float  # predicted seconds, with those of `others`
+    part_seconds: float  # predicted seconds of one part; those of the request before it is cut
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
-    lengths: Lengths = NO_LENGTHS
+    rows: Sequence[Row] = ()  # its sequences; set when it is cut, or its launch begins
     seed: int | None = None
     call: CachedCall | None = None  # the tensors and caches of a call over caches that is computed in a launch
     kin: Hashable | None = None
-    parts: Sequence[Problem] = ()  # set when it starts, unless `many`
+    others: Sequence[EngineRequest] = ()  # those that are cut together with it
+    parts: deque[Any] = field(default_factory=deque)  # parts that have not started
+    left: int = 0  # number of parts that have not ended
+    about: Batch | None = None  # the message about its parts; set when it is cut
     weighing: Sequence[Any] = ()  # parts that run when all others have ended: those of key weights over caches
-    reads: list[int] | None = None  # the number of keys read for each cache, if caches share some
+    answers: dict[str, Any] = field(default_factory=dict)  # metadata of the answer about caches
     saved_forward: SavedForward | None = None  # set if its tensors will be saved
     computed: bool = False  # whether all parts have ended and its tensors must still be saved
     failure: Exception | None = None
@@ -255,11 +245,13 @@ class EngineRequest:
         planned: PlannedProblem | None = None
         key: Hashable | None = None
         serials: Iterable[int] = ()
-        over_caches = False
+        over_caches = many = False
+        nbytes = 0
         match submit.body:
             case AttentionCall() as body:
                 planned = worker.plan(submit, body, cuts)
-                key, over_caches = planned.key, body.cache_ref is not None
+                key, spec, over_caches = planned.key, planned.spec, body.cache_ref is not None
+                many, nbytes = over_caches or spec.batch > FEW_SEQUENCES, spec.input_bytes + spec.output_bytes
                 if over_caches or body.saved is not None:
                     serials = body.serials
             case VerifyCall():
@@ -268,29 +260,17 @@ class EngineRequest:
                 serials = call.serials
         if key is ALONE:
             key = object()
-        caches = tuple(dict.fromkeys(serials))
-        return cls(submit, worker, planned, key, submit.rank, over_caches, caches, time.monotonic())
-
-    @property
-    def spec(self) -> Spec:
-        """The problem of an attention request."""
-        assert self.planned is not None
-        return self.planned.spec
+        request = cls(
+            submit, worker, planned, key, over_caches, tuple(dict.fromkeys(serials)), many, time.monotonic(), nbytes,
+            submit.rank, submit.seconds, submit.seconds,
+        )  # fmt: skip
+        if planned is not None:
+            request.spec, request.attention = planned.spec, body
+        return request
 
     @property
     def flops(self) -> int:
         return self.submit.flops
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.input_bytes + self.spec.output_bytes if self.planned is not None else 0
-
-    @cached_property
-    def attention(self) -> AttentionCall:
-        """The body of an attention request."""
-        body = self.submit.body
-        assert isinstance(body, AttentionCall)
-        return body
 
     @property
     def verification(self) -> VerifyCall:
@@ -307,37 +287,47 @@ class EngineRequest:
     @property
     def mapped(self) -> bool:
         """Whether all memory of the request is mapped."""
-        submit, segments = self.submit, self.worker.segments
-        return submit.segment in segments and all(t.segment in segments for t in (*submit.inputs, *submit.outputs))
+        submit = self.submit
+        places = [t.segment for t in (*submit.inputs, *submit.outputs)]
+        return self.worker.segments.keys() >= {submit.segment, *places}
 
-    def cut(self, parts_of: Callable[[EngineRequest], list[Problem]]) -> list[Problem]:
+    def cut(self, parts_of: Callable[[EngineRequest], list[Problem]], budget: Budget) -> list[Problem]:
         """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
-        if not (parts := planned.parts):
-            parts = parts_of(self)
-            self.of_rows([row for part in parts if not part.first_head for row in part.rows], parts[0].seed)
-            if not (planned.by_value or self.many):
-                planned.parts, planned.lengths = parts, self.lengths
-        else:
-            self.lengths, self.seed = planned.lengths, parts[0].seed
+        if parts := planned.parts:
+            self.about, self.seed = planned.about, parts[0].seed
+            return parts
+        parts = parts_of(self)
+        self.of_rows([row for part in parts if not part.first_head for row in part.rows], parts[0].seed, budget)
+        if not (planned.by_value or self.many):
+            planned.parts, planned.about = parts, self.about
         return parts
 
-    def of_rows(self, rows: Sequence[Row], seed: int | None) -> None:
-        """Record the request's sequences, and its seed of dropout."""
-        self.lengths, self.seed = Lengths.of(rows), seed
+    def of_rows(self, rows: Sequence[Row], seed: int | None, budget: Budget) -> None:
+        """Record the request's sequences and its seed of dropout, and describe the launch of its parts."""
+        self.rows, self.seed = rows, seed
+        self.about = account([self], budget, 0)
 
-    @property
-    def long(self) -> bool:
-        """Whether the request as a whole takes longer than other requests should wait."""
-        return self.submit.seconds > LONG_SECONDS
+    def lead(self, others: Sequence[EngineRequest]) -> None:
+        """Let the request have the parts of `others`, too. Those get no parts of their own."""
+        self.others = others
+        self.rank = min([request.submit.rank for request in (self, *others)])
+        self.seconds = self.part_seconds = sum([request.submit.seconds for request in (self, *others)])
 
-    @property
-    def many(self) -> bool:
-        """Whether cutting the request takes a while: it has many sequences, or tokens must be written."""
-        if self.planned is None:
-            return False
-        return self.planned.spec.batch > FEW_SEQUENCES or self.over_caches
+    def add(self, parts: Sequence[Any]) -> None:
+        """Store the parts into which the request, with `others`, has been cut."""
+        self.parts.extend(parts)
+        self.left = len(parts)
+        self.part_seconds = self.seconds / max(len(parts), 1)
+
+    def take(self) -> Any:
+        """Return the next part, which starts now. So a request with few parts left ranks like a short one.
+
+        Call this only while the request is not in the queue, because its rank changes.
+        """
+        self.rank -= PASSED * self.part_seconds
+        return self.parts.popleft()
 
     def tensors(self, of: Callable[[EngineRequest], CallTensors]) -> CallTensors:
         """Return the tensors of a call over caches, from the cached plan or from `of`. Raises Refusal 422."""
@@ -349,92 +339,32 @@ class EngineRequest:
                 planned.tensors = tensors
         return tensors
 
-    def alone(self, budget: Budget) -> Batch:
-        """Return `account` of a launch with only this request, cached in its plan if possible."""
-        assert self.planned is not None
-        if self.planned.by_value or self.many:
-            return account([self], budget, 0)
-        if self.planned.alone is None:
-            self.planned.alone = account([self], budget, 0)
-        return self.planned.alone
-
     def begin(self) -> None:
         """Set the request's started mark in shared memory, where the HTTP process can read it if the engine dies."""
         self.worker.segments[self.submit.segment][self.submit.mark] = 1
         self.began = time.perf_counter()
 
-    def pairs(self) -> tuple[int, float]:
-        """Return the number of (query, key) pairs in the request's sequences, and the FLOPs of one pair."""
-        spec = self.spec
-        priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # the pairs that `spec.flops` counts
-        return self.lengths.pairs, spec.flops / max(priced, 1)
-
-
-@dataclass(eq=False)
-class Group:
-    """The parts of a request, or of requests that are cut together. It is in the queue while it has unstarted parts."""
-
-    requests: Sequence[EngineRequest]
-    parts: deque[Problem] = field(default_factory=deque)  # parts that have not started
-    left: int = 0  # number of parts that have not ended
-    part_seconds: float = 0.0  # predicted seconds of one part
-    seconds: float = field(init=False)  # the predicted seconds of all parts together
-    key: ClassVar[None] = None  # the parts share no launch
-
-    def __post_init__(self) -> None:
-        self.seconds = sum([request.submit.seconds for request in self.requests])
-
-    def add(self, parts: Sequence[Any]) -> None:
-        """Store the parts into which the requests have been cut."""
-        self.parts.extend(parts)
-        self.left = len(parts)
-        self.part_seconds = self.seconds / max(len(parts), 1)
-
-    @property
-    def rank(self) -> float:
-        """The smallest rank of the requests, minus PASSED times the predicted seconds of the parts that have started.
-
-        So a group with few parts left ranks like a short request. The rank changes only while the group is not in the
-        queue.
-        """
-        taken = self.seconds - self.part_seconds * len(self.parts)
-        return min(request.rank for request in self.requests) - PASSED * taken
-
-    @property
-    def arrived(self) -> float:
-        return min(request.arrived for request in self.requests)
-
-    @property
-    def flops(self) -> int:
-        return sum(request.flops for request in self.requests)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(request.nbytes for request in self.requests)
-
     @property
     def long(self) -> bool:
-        """Whether a part takes longer than other requests should wait."""
+        """Whether the request, or a part of it, takes longer than other requests should wait."""
         return self.part_seconds > LONG_SECONDS
 
     @property
     def unwanted(self) -> bool:
-        """Whether all its requests have failed, are late or cancelled."""
-        return all(request.failure is not None for request in self.requests)
-
-    def drop_parts(self) -> None:
-        """Drop the parts that have not started."""
-        self.left -= len(self.parts)
-        self.parts.clear()
+        """Whether it and all `others` have failed, are late or cancelled."""
+        return self.failure is not None and all(request.failure is not None for request in self.others)
 
 
 def account(batch: Sequence[EngineRequest], budget: Budget, splits: int) -> Batch:
     """Describe a launch: its FLOPs, those that padding to the longest sequence would add, and its use of `budget`."""
-    longest_q = max(request.lengths.longest_q for request in batch)
-    longest_k = max(request.lengths.longest_k for request in batch)
+    # q_len and kv_len: read by index, which is faster than by attribute; there may be 65,536 rows
+    lengths = [([row[3] for row in request.rows], [row[6] for row in request.rows]) for request in batch]
+    longest = max([max(q, default=0) for q, _ in lengths]) * max([max(k, default=0) for _, k in lengths])
     flops = padding = 0.0
-    for request in batch:
-        pairs, cost = request.pairs()
+    for request, (q, k) in zip(batch, lengths, strict=True):
+        spec, pairs = request.spec, sum(map(mul, q, k))
+        priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # the pairs that `spec.flops` counts
+        cost = spec.flops / max(priced, 1)
         flops += pairs * cost
-        padding += (request.lengths.sequences * longest_q * longest_k - pairs) * cost
+        padding += (len(q) * longest - pairs) * cost
     return Batch(int(min(flops, _MOST)), int(min(padding, _MOST)), budget.fill(batch), splits)

@@ -29,7 +29,7 @@ import structlog
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.scheduling.cache_order import CacheQueue
-from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Group, Lengths, OutOfMemoryError, Worker
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, Worker
 from flashpoint_server.engine.scheduling.tasks import (
     Ask,
     BenchmarkSlice,
@@ -107,7 +107,7 @@ class Scheduler:
         self._wake = wake
         self._holder = holder
         self._turns = CacheQueue()
-        self._waiting: Waiting[EngineRequest | Group] = Waiting(budget)
+        self._waiting: Waiting[EngineRequest] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys whose kernels are compiled
         self._waiting_for_compile: dict[
             Hashable, list[EngineRequest]
@@ -196,40 +196,42 @@ class Scheduler:
 
     def _stop(self, unwanted: Callable[[EngineRequest], bool]) -> None:
         """Mark started requests that are `unwanted` as failed, and drop the parts that only such requests need."""
-        cut = [item for item in self._waiting.items if isinstance(item, Group)]
-        for request in filter(unwanted, [*self._stoppable, *(request for group in cut for request in group.requests)]):
+        cut = [item for item in self._waiting.items if item.parts]
+        parts_of = [request for first in cut for request in (first, *first.others)]
+        for request in filter(unwanted, [*self._stoppable, *parts_of]):
             request.failure = request.failure or out_of_time()
-        for group in cut:
-            if group.unwanted:
-                self._waiting.remove(lambda item, group=group: item is group)  # type: ignore[misc]
-                self._drop_parts(group)
+        for first in cut:
+            if first.unwanted:
+                self._waiting.items.remove(first)
+                self._drop_parts(first)
 
     def _remove(self, unwanted: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
         """Remove the requests that are `unwanted` from the queue and from the waiting lists."""
-        items = self._waiting.remove(lambda item: isinstance(item, EngineRequest) and unwanted(item))
-        removed = [*(item for item in items if isinstance(item, EngineRequest)), *self._turns.waiting(unwanted)]
+        items = self._waiting.remove(lambda item: not item.parts and unwanted(item))
+        removed = [*items, *self._turns.waiting(unwanted)]
         for key, requests in self._waiting_for_compile.items():
             removed += [request for request in requests if unwanted(request)]
             self._waiting_for_compile[key] = [request for request in requests if not unwanted(request)]
         return removed
 
-    def _drop_parts(self, group: Group) -> None:
+    def _drop_parts(self, first: EngineRequest) -> None:
         """Drop the parts that have not started. The requests are answered when the running parts have ended."""
-        group.drop_parts()
-        if not group.left:
-            self._end(group)
+        first.left -= len(first.parts)
+        first.parts.clear()
+        if not first.left:
+            self._end(first)
 
-    def _end(self, group: Group) -> None:
-        """Answer the requests of a group whose parts have all ended.
+    def _end(self, first: EngineRequest) -> None:
+        """Answer a request whose parts have all ended, and those that were cut together with it.
 
         Queue those that still have key weights to compute, or whose tensors must be saved first.
         """
-        for request in group.requests:
+        for request in (first, *first.others):
             if request.failure is None and request.weighing:
                 parts, request.weighing = request.weighing, ()
-                again = Group((request,))
-                again.add(parts)
-                self._waiting.put(again)
+                request.lead(())
+                request.add(parts)
+                self._waiting.put(request)
                 self._wake()
                 continue
             request.worker.running -= 1
@@ -281,16 +283,16 @@ class Scheduler:
             self._holding = None
             if not self._waiting.items:
                 return None
-            items = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
-            if not items:
+            requests = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
+            if not requests:
                 return None
-            if isinstance(group := items[0], Group):
-                if self._goes_on(group):
-                    return self._begin(self._part(group))
+            first = requests[0]
+            if first.parts:
+                if self._goes_on(first):
+                    return self._begin(self._part(first))
                 continue
-            requests = [item for item in items if isinstance(item, EngineRequest)]
-            if requests[0].kin is not None:
-                requests += self._kindred(requests[0])
+            if first.kin is not None:
+                requests += self._kindred(first)
             if batch := [request for request in requests if self._begins(request)]:
                 return self._begin(self._task(batch))
         return None
@@ -299,8 +301,8 @@ class Scheduler:
         """Remove and return the waiting requests that have the same `kin` as `first` and are cut together with it."""
         some: list[EngineRequest] = []
 
-        def joins(item: EngineRequest | Group) -> bool:
-            if not isinstance(item, EngineRequest) or item.kin != first.kin or len(some) >= TOGETHER - 1:
+        def joins(item: EngineRequest) -> bool:
+            if item.parts or item.kin != first.kin or len(some) >= TOGETHER - 1:
                 return False
             if item.submit.seconds > LONGER * first.submit.seconds:
                 return False
@@ -332,9 +334,9 @@ class Scheduler:
             request.worker.running -= 1
         match task:
             case Compute():
-                self._part_ended(task.group, failure)
+                self._part_ended(task.requests[0], failure)
             case Split():
-                return self._cut_ended(task.group, failure)
+                return self._cut_ended(task.requests[0], failure)
             case SaveForward():
                 request = task.requests[0]
                 request.failure = failure
@@ -378,25 +380,27 @@ class Scheduler:
             return Ask((request,))
         if request.computed:
             return SaveForward((request,))
-        group = Group(batch)
-        for request in batch:
-            request.worker.running += 1
+        for each in batch:
+            each.worker.running += 1
+        long = request.long
+        if len(batch) > 1:
+            request.lead(batch[1:])
         if request.many:
             self._stoppable += batch
             cores = max(1, self._device.cores - self._running - len(self._waiting.items))
-            brief = bool(request.caches) and group.seconds <= UNCUT_SECONDS and not self._waiting.items
-            return Split(batch, group, request.long, brief, cores)
-        group.add(request.parts)
-        return self._part(group)
+            brief = bool(request.caches) and request.seconds <= UNCUT_SECONDS and not self._waiting.items
+            return Split(batch, long, brief, cores)
+        return self._part(request)
 
-    def _part(self, group: Group) -> Compute:
-        """Take the next part from `group`, and return the task that computes it."""
-        problem = group.parts.popleft()
-        if group.parts:
-            self._waiting.put(group)
+    def _part(self, first: EngineRequest) -> Compute:
+        """Return the task that computes the next part of a request, and of those that were cut together with it."""
+        part = first.take()
+        if first.parts:
+            self._waiting.put(first)
             self._wake()
-        small = group.seconds <= BRIEF_SECONDS and group.nbytes <= BRIEF_BYTES
-        return Compute(group.requests, group, problem, group.long, small and not self._waiting.items)
+        requests = (first, *first.others)
+        small = first.seconds <= BRIEF_SECONDS and sum([request.nbytes for request in requests]) <= BRIEF_BYTES
+        return Compute(requests, part, first.long, small and not self._waiting.items)
 
     @property
     def _may_launch(self) -> bool:
@@ -404,7 +408,7 @@ class Scheduler:
         free = self._running < self._device.cores or not self._device.shares_cores
         return free and self._launches < self._device.launches
 
-    def _has_lane(self, item: EngineRequest | Group) -> bool:
+    def _has_lane(self, item: EngineRequest) -> bool:
         """Return whether a part of the request may start: on a free core, or on the additional lane.
 
         The additional lane runs a short part if it is the first in the queue, or if all cores run long parts. So a
@@ -433,49 +437,49 @@ class Scheduler:
                 request.saved_forward = self._device.reserve(save)
             if request.key is None:
                 if not request.many:
-                    request.parts = request.cut(self._device.parts)
+                    request.add(request.cut(self._device.parts, self._waiting.budget))
             elif not request.over_caches:
-                request.lengths = Lengths.of(self._device.rows(request))
+                request.rows = self._device.rows(request)
         except Exception as error:
             self._fail(request, error)
             return False
         return True
 
-    def _goes_on(self, group: Group) -> bool:
-        """Return whether the result of any request of the group is still needed. If none is, drop the group's parts.
+    def _goes_on(self, first: EngineRequest) -> bool:
+        """Return whether the result of a request, or of any cut together with it, is still needed. Else drop its parts.
 
         Requests that are late are marked as failed.
         """
-        for request in group.requests:
+        for request in (first, *first.others):
             if _late(request):
                 request.failure = request.failure or out_of_time()
-        if group.unwanted:
-            self._drop_parts(group)
-        return not group.unwanted
+        if unwanted := first.unwanted:
+            self._drop_parts(first)
+        return not unwanted
 
-    def _part_ended(self, group: Group, failure: Exception | None) -> None:
-        group.left -= 1
+    def _part_ended(self, first: EngineRequest, failure: Exception | None) -> None:
+        first.left -= 1
         if failure is not None:
-            self._waiting.remove(lambda item: item is group)
-            self._fail_all(group, failure)
-        elif not group.left:
-            self._end(group)
+            self._waiting.remove(lambda item: item is first)
+            self._fail_all(first, failure)
+        elif not first.left:
+            self._end(first)
 
-    def _cut_ended(self, group: Group, failure: Exception | None) -> Task | None:
-        for request in group.requests:
+    def _cut_ended(self, first: EngineRequest, failure: Exception | None) -> Task | None:
+        for request in (first, *first.others):
             self._stoppable.remove(request)
         if failure is not None:
-            self._fail_all(group, failure)
-        elif group.unwanted or not group.left:  # cancelled during the task, or the task has computed the only part
-            self._drop_parts(group)
+            self._fail_all(first, failure)
+        elif first.unwanted or not first.left:  # cancelled during the task, or the task has computed the only part
+            self._drop_parts(first)
         else:
-            return self._begin(self._part(group))
+            return self._begin(self._part(first))
         return None
 
-    def _fail_all(self, group: Group, failure: Exception) -> None:
-        for request in group.requests:
+    def _fail_all(self, first: EngineRequest, failure: Exception) -> None:
+        for request in (first, *first.others):
             request.failure = request.failure or failure
-        self._drop_parts(group)
+        self._drop_parts(first)
 
 
 def _late(request: EngineRequest) -> bool:

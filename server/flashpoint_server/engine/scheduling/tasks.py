@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Group
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest
 from flashpoint_server.ipc.messages import FromEngine, StartBenchmark, StopJob
 
 
@@ -41,10 +41,9 @@ class Plugin(Protocol):
 
 
 class Compute(NamedTuple):
-    """Compute one part of a request, or of requests that were cut together."""
+    """Compute one part of a request, or of requests that were cut together, of which the first has the parts."""
 
     requests: Sequence[EngineRequest]
-    group: Group
     problem: Problem
     long: bool
     brief: bool
@@ -58,7 +57,6 @@ class Split(NamedTuple):
     """
 
     requests: Sequence[EngineRequest]
-    group: Group
     long: bool
     brief: bool
     cores: int

@@ -33,6 +33,7 @@ from flashpoint_server.ipc.bodies import (
 from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.price import PASSED
 
+BUDGET = Budget(1 << 60, 1 << 60, 0.0)
 NUMBERS = itertools.count()
 OPTIONS = pack_options(Options())
 SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
@@ -93,7 +94,7 @@ class Bench:
     def __init__(self, plugins=()):
         self.device = Resources()
         self.answered, self.woken = [], 0
-        self.scheduler = Scheduler(self.device, Budget(1 << 60, 1 << 60, 0.0), self.answer, self.wake, plugins)
+        self.scheduler = Scheduler(self.device, BUDGET, self.answer, self.wake, plugins)
         self.peer = Worker(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
 
     def answer(self, request):
@@ -252,7 +253,7 @@ def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
     cuts = [bench.take(Split), bench.take(Split)]
     bench.scheduler.cancel(bench.peer, cancelled)
     for cut in cuts:
-        cut.group.add(cut.requests[0].cut(bench.device.parts))
+        cut.requests[0].add(cut.requests[0].cut(bench.device.parts, BUDGET))
     none, first = bench.finish(*cuts)
     assert (none, bench.answered) == (None, [(cancelled, "deadline_exceeded")])
     assert isinstance(first, Compute)  # the request's next part runs at once
@@ -298,7 +299,7 @@ class Calls(Bench):
     def __init__(self):
         super().__init__()
         self.scheduler = Scheduler(
-            self.device, Budget(1 << 60, 1 << 60, 0.0), self.answer, self.wake, holder=SimpleNamespace(
+            self.device, BUDGET, self.answer, self.wake, holder=SimpleNamespace(
                 enter=lambda serials: None, leave=lambda serials, used: None, due=math.inf
             )
         )  # fmt: skip
@@ -325,11 +326,11 @@ def test_calls_with_the_same_first_keys_are_cut_together_if_they_wait_at_the_sam
     while bench.scheduler._waiting.items:
         another = bench.take(Split)
         others.append([request.submit.id for request in another.requests])
-        another.group.add([object()])
+        another.requests[0].add([object()])
         bench.finish(bench.finish(another)[0])
     assert others == [[numbers[1]], [numbers[3]], [numbers[4]], [late], [much_longer]]
     bench.answered.clear()
-    cut.group.add([object(), object()])
+    cut.requests[0].add([object(), object()])
     first = bench.finish(cut)[0]
     second = bench.take()
     bench.finish(second)
@@ -345,7 +346,7 @@ def test_a_call_that_ends_early_does_not_end_those_that_were_cut_with_it(ends):
     first = bench.call(1, deadline=2.0**62)
     second = bench.call(1, peer=1)
     cut = bench.take(Split)
-    cut.group.add([object(), object()])
+    cut.requests[0].add([object(), object()])
     part = bench.finish(cut)[0]
     if ends == "cancelled":
         bench.scheduler.cancel(bench.peer, first)
@@ -363,7 +364,7 @@ def test_parts_for_calls_that_have_all_ended_early_are_dropped():
     bench = Calls()
     numbers = [bench.call(1), bench.call(1)]
     cut = bench.take(Split)
-    cut.group.add([object(), object()])
+    cut.requests[0].add([object(), object()])
     part = bench.finish(cut)[0]
     for number in numbers:
         bench.scheduler.cancel(bench.peer, number)
@@ -375,7 +376,7 @@ def test_parts_for_calls_that_have_all_ended_early_are_dropped():
 def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     """If an HTTP process ends, each of its waiting calls on caches is dropped once, and other processes' calls run."""
     bench, ledger = Bench(), Ledger(1 << 20)
-    bench.scheduler = Scheduler(bench.device, Budget(1 << 60, 1 << 60, 0.0), bench.answer, bench.wake, holder=ledger)
+    bench.scheduler = Scheduler(bench.device, BUDGET, bench.answer, bench.wake, holder=ledger)
     terms, store = Terms("alice"), CacheStore(ledger, ttl=60.0)
     one, two = (
         record.serial for record in store.create(terms, CacheShape((1,), (8,), (8,), "float32"), 2, None, [None], None)
