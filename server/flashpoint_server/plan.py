@@ -71,7 +71,8 @@ class Plan(NamedTuple):
     """The meaning of a head on one device: a checked problem, its backend, its cost, and the memory of its tensors.
 
     `answers` are the outputs that the caller gets. A call over caches has `rates`, which give its cost for the caches'
-    lengths; `price` is then that of empty caches. `left` is as in `CacheRef`.
+    lengths; `price` is then that of empty caches. `left` is as in `CacheRef`. `heads` are those of its answers in
+    safetensors, by the kernel in C that computed them ("" for none), once they have been written.
     """
 
     spec: Spec
@@ -80,6 +81,7 @@ class Plan(NamedTuple):
     layout: Layout
     price: Price
     answers: Mapping[str, TensorInfo]
+    heads: dict[str, bytes]
     rates: CachedRates | None = None
     left: int = -1
 
@@ -140,7 +142,7 @@ def _planned(
     price = rates.price((), 0) if rates is not None else price_of(spec, backend, device)
     answers = {name: info for name, info in spec.outputs.items() if name != "lse" or call.options.return_lse}
     layout = Layout.of(infos.items(), spec.outputs)
-    return Plan(spec, backend, pack_options(spec.options), layout, price, answers, rates, left)
+    return Plan(spec, backend, pack_options(spec.options), layout, price, answers, {}, rates, left)
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:

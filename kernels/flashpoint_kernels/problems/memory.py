@@ -42,7 +42,7 @@ def in_memory(name: str, t: Tensor) -> Tensor:
 
 def extent(t: Tensor) -> int:
     """Return the number of bytes from the first element to the end of the last one in memory."""
-    return (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))) * t.itemsize
+    return (1 + sum([(n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)])) * t.itemsize
 
 
 def check_memory(**tensors: object) -> None:

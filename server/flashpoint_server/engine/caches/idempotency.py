@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from flashpoint_contract.tensors import TensorInfo
@@ -60,7 +61,7 @@ class IdempotencyKeys:
 def payload_of(call: Any, tensors: Iterable[PlacedTensor], memory: Mapping[int, mmap.mmap]) -> bytes:
     """Return the digest of a call's payload. `call` is the operation with its options; the tensors are in `memory`."""
     digest = hashlib.sha256(encode(call))
-    for t in sorted(tensors, key=lambda t: t.name):
+    for t in sorted(tensors, key=attrgetter("name")):
         digest.update(encode((t.name, t.dtype, t.shape)))
         if nbytes := TensorInfo(t.dtype, t.shape).nbytes:
             with memoryview(memory[t.segment]) as segment, segment[t.offset : t.offset + nbytes] as data:
