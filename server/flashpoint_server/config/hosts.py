@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 
 LONGEST_HOST = 300  # maximum characters of a Host header; a DNS name has 253 at most
@@ -15,7 +14,6 @@ _AUTHORITY = re.compile(
 )
 
 
-@lru_cache(32)  # caches only 32 values, because an invalid value may be as long as a whole request head
 def host_name(host: str) -> str | None:
     """Return the name or address in a Host header, in lower case and without the port; None if it is not valid."""
     match = _AUTHORITY.fullmatch(host) if len(host) <= LONGEST_HOST else None
