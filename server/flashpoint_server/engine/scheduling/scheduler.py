@@ -283,7 +283,7 @@ class Scheduler:
             self._holding = None
             if not self._waiting.items:
                 return None
-            requests = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
+            requests = self._waiting.take(now, self._has_lane)
             if not requests:
                 return None
             first = requests[0]
@@ -409,11 +409,13 @@ class Scheduler:
         return free and self._launches < self._device.launches
 
     def _has_lane(self, item: EngineRequest) -> bool:
-        """Return whether a part of the request may start: on a free core, or on the additional lane.
+        """Return whether a launch, or a part of the request, may start: on a free core, or on the additional lane.
 
         The additional lane runs a short part if it is the first in the queue, or if all cores run long parts. So a
         request that needs a free core is not overtaken by short parts for ever.
         """
+        if item.key is not None:
+            return self._may_launch
         if self._running < self._device.cores:
             return True
         if item.long or self._running > self._device.cores:

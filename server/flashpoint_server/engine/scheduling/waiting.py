@@ -71,24 +71,23 @@ class Waiting(Generic[W]):
             self.items = [item for item in self.items if item not in removed]
         return removed
 
-    def take(self, now: float, *, groups: bool, may: Callable[[W], bool] = lambda _: True) -> list[W]:
+    def take(self, now: float, may: Callable[[W], bool] = lambda _: True) -> list[W]:
         """Remove and return the items to run next: one item, or the requests of one launch; empty if none may start.
 
-        `groups`: whether a launch may start. `may`: whether an item without a launch key may start.
+        `may`: whether an item, or the launch that it is in, may start.
         """
         passed: set[Hashable] = set()
         for item in self.items:
+            if item.key in passed or not may(item):
+                continue
             if item.key is None:
-                if not may(item):
-                    continue
                 self.items.remove(item)
                 return [item]
-            if groups and item.key not in passed:
-                passed.add(item.key)
-                batch, full = self._batch(item.key)
-                if full or now >= self._closes(batch):
-                    self.items = [other for other in self.items if other not in batch]
-                    return batch
+            passed.add(item.key)
+            batch, full = self._batch(item.key)
+            if full or now >= self._closes(batch):
+                self.items = [other for other in self.items if other not in batch]
+                return batch
         return []
 
     def closes(self) -> float:

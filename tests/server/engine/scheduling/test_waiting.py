@@ -28,52 +28,52 @@ def waiting(*items, flops=1 << 60, nbytes=1 << 60, delay=0.0):
 def test_equals_keep_their_order_and_ranks_theirs():
     items = [Item(1.0, None), Item(0.0, None), Item(1.0, None)]
     queue = waiting(*items)
-    assert [queue.take(0.0, groups=True) for _ in range(4)] == [[items[1]], [items[0]], [items[2]], []]
+    assert [queue.take(0.0) for _ in range(4)] == [[items[1]], [items[0]], [items[2]], []]
 
 
 def test_a_batch_is_of_one_key_and_the_first_of_all_leads_it():
     a, b, other, last = Item(3.0), Item(1.0), Item(2.0, "b"), Item(4.0)
     queue = waiting(a, b, other, last)
-    assert queue.take(0.0, groups=True) == [b, a, last]
-    assert queue.take(0.0, groups=True) == [other]
+    assert queue.take(0.0) == [b, a, last]
+    assert queue.take(0.0) == [other]
     assert not queue.items
 
 
 def test_what_runs_by_itself_goes_on_while_no_launch_may_begin():
     grouped, alone = Item(0.0), Item(1.0, None)
     queue = waiting(grouped, alone)
-    assert queue.take(0.0, groups=False) == [alone]
-    assert queue.take(0.0, groups=False) == []
-    assert queue.take(0.0, groups=True) == [grouped]
+    assert queue.take(0.0, lambda item: item.key is None) == [alone]
+    assert queue.take(0.0, lambda item: item.key is None) == []
+    assert queue.take(0.0) == [grouped]
 
 
 def test_an_item_that_may_not_begin_is_passed():
     long, short = Item(0.0, None, flops=9), Item(1.0, None)
     queue = waiting(long, short)
-    assert queue.take(0.0, groups=True, may=lambda item: item.flops == 1) == [short]
-    assert queue.take(0.0, groups=True, may=lambda item: item.flops == 1) == []
-    assert queue.take(0.0, groups=True) == [long]
+    assert queue.take(0.0, lambda item: item.flops == 1) == [short]
+    assert queue.take(0.0, lambda item: item.flops == 1) == []
+    assert queue.take(0.0) == [long]
 
 
 def test_a_budget_closes_a_batch_and_what_is_over_it_runs_alone():
     items = [Item(float(n), flops=40) for n in range(5)]
-    assert waiting(*items, flops=100).take(0.0, groups=True) == items[:2]
-    assert waiting(*items, flops=10).take(0.0, groups=True) == items[:1]
-    assert waiting(*items, flops=200).take(0.0, groups=True) == items
+    assert waiting(*items, flops=100).take(0.0) == items[:2]
+    assert waiting(*items, flops=10).take(0.0) == items[:1]
+    assert waiting(*items, flops=200).take(0.0) == items
     big = [Item(float(n), nbytes=60) for n in range(3)]
-    assert waiting(*big, nbytes=120).take(0.0, groups=True) == big[:2]
+    assert waiting(*big, nbytes=120).take(0.0) == big[:2]
 
 
 def test_a_batch_waits_for_others_until_its_oldest_has_waited_or_it_is_full():
     first, second = Item(0.0, arrived=10.0, flops=5), Item(-1.0, arrived=11.0, flops=5)
     queue = waiting(first, delay=2.0, flops=12)
-    assert (queue.take(11.9, groups=True), queue.closes()) == ([], 12.0)
+    assert (queue.take(11.9), queue.closes()) == ([], 12.0)
     queue.put(second)
-    assert (queue.take(11.9, groups=True), queue.closes()) == ([], 12.0)
+    assert (queue.take(11.9), queue.closes()) == ([], 12.0)
     queue.put(third := Item(5.0, arrived=11.5, flops=5))  # does not fit into the batch of the other two
-    assert queue.take(11.9, groups=True) == [second, first]
+    assert queue.take(11.9) == [second, first]
     assert queue.closes() == 13.5
-    assert queue.take(13.5, groups=True) == [third]
+    assert queue.take(13.5) == [third]
     assert queue.closes() == math.inf
 
 
@@ -81,7 +81,7 @@ def test_a_batch_that_waits_holds_up_nothing_else():
     patient, alone = Item(0.0, arrived=10.0), Item(9.0, None)
     other = Item(8.0, "b", arrived=5.0)
     queue = waiting(patient, alone, other, delay=2.0)
-    assert [queue.take(10.0, groups=True) for _ in range(3)] == [[other], [alone], []]
+    assert [queue.take(10.0) for _ in range(3)] == [[other], [alone], []]
 
 
 def test_the_fill_is_the_larger_part_of_the_two_budgets():
@@ -94,7 +94,7 @@ def test_the_fill_is_the_larger_part_of_the_two_budgets():
 def test_all_that_is_put_in_comes_out_once_within_budget_and_none_before_a_better_one_of_its_key(shapes, budget):
     items = [Item(rank, key, flops) for rank, key, flops in shapes]
     queue, out = waiting(*items, flops=budget), []
-    while batch := queue.take(0.0, groups=True):
+    while batch := queue.take(0.0):
         assert len({item.key for item in batch}) == 1
         assert len(batch) == 1 or sum(item.flops for item in batch) <= budget
         out.extend(batch)
