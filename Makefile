@@ -6,7 +6,7 @@ PORT ?= $(or $(FLASHPOINT_PORT),8000)
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help help-all install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-call gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz faults
+.PHONY: help help-all install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-call gpu-serve gpu-wheels gpu-compiled image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz faults
 
 # Changed sources of the CPU kernels are compiled again.
 NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.[ch]) kernels/flashpoint_kernels/native/build.py
@@ -126,7 +126,7 @@ gpu: ## GPU: tests and times the kernels on a GPU
 
 # One call of a lent GPU: the service, then the kernels, each within its own limit. OUT=DIR for the rows, WHEELS=DIR as below.
 gpu-call: ##+ GPU: fills one call of a lent GPU within 570 seconds
-	$(PYTHON) benchmarks/gpu_call.py --out $(or $(OUT),build/gpu) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
+	$(PYTHON) benchmarks/gpu_call.py --out $(or $(OUT),build/gpu) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMPILED),--compiled $(COMPILED)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
 
 # The image for the CPU, built and run by a Docker engine; as root, by one of its own where none is reachable. TORCH_INDEX=URL
 # is another index for torch. The engine ends with the tests, also where they are killed.
@@ -151,6 +151,11 @@ WHEEL_PYTHON ?= 3.12
 gpu-wheels: WHEELS ?= wheels
 gpu-wheels: $(VENV)/.dev ##+ GPU: fills WHEELS, the packages of gpu-serve
 	$(BIN)/python benchmarks/gpu_serve.py --download $(WHEELS) --python $(WHEEL_PYTHON)
+
+# Kernels for gpu-call, compiled here by the Triton and for the Python of the machine with the GPU.
+COMPILED_TRITON ?= 3.6.0
+gpu-compiled: $(VENV)/.dev ##+ GPU: fills COMPILED, the compiled kernels of gpu-call
+	$(BIN)/python benchmarks/gpu_compiled.py $(or $(COMPILED),compiled) --triton $(COMPILED_TRITON) --python $(WHEEL_PYTHON)
 
 # A server of its own under load, in under four minutes. LOAD="--record" keeps the result for docs/loadtests.md.
 loadtest: $(VENV)/.dev ##+ use: load from locust

@@ -5,9 +5,11 @@
     kernels   a smoke test of each kernel, then the decisive points beside SDPA: `gpu.py first`
     rest      the kernel tests, then the whole table: `gpu.py tests table`
 
-Each part is a process of its own with a limit in seconds, and is killed when it passes it. All parts end within
---seconds. Each writes its rows at once; OUT/call.jsonl has a line for each part, OUT/PART.log its output. All parts use
-one folder of compiled kernels. Exit codes: 0, each part ended with 0; 1, a part failed or did not run.
+--compiled has kernels that `make gpu-compiled` has compiled: Triton compiles only the others. Each part is a process
+of its own with a limit in seconds, and is killed when it passes it. All parts end within --seconds. Each writes its
+rows at once; OUT/call.jsonl has a line for each part, with the number of kernels that it compiled and that it found
+compiled, OUT/PART.kernels.jsonl their names, OUT/PART.log its output. All parts use one folder of compiled kernels.
+Exit codes: 0, each part ended with 0; 1, a part failed or did not run.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_day import cache as kernels  # noqa: E402
 from benchmarks.gpu_day import checkout  # noqa: E402
 
 FILE = "call.jsonl"
@@ -46,14 +49,14 @@ class Part(NamedTuple):
 
 def parts(out: Path, wheels: Path | None, installed: Path, cache: Path, device: str, commit: str) -> list[Part]:
     """Return the parts in their order. `{seconds}` and `{minutes}` become their limits."""
-    kernels = ["benchmarks/gpu.py", "--out", str(out), "--cache", str(cache), "--commit", commit]
+    measured = ["benchmarks/gpu.py", "--out", str(out), "--cache", str(cache), "--commit", commit]
     install = ["benchmarks/gpu_serve.py", "--wheels", str(wheels), "--install", str(installed)]
     service = ["-m", "benchmarks.gpu_day.service", str(out), "--device", device]
     return [
         *([Part("wheels", 40, install)] if wheels else []),
         Part("service", 150, [*service, "--seconds", "{seconds}"]),
-        Part("kernels", 240, [*kernels, "first", "--minutes", "{minutes}"]),
-        Part("rest", SECONDS, [*kernels, "tests", "table", "--minutes", "{minutes}"]),
+        Part("kernels", 240, [*measured, "first", "--minutes", "{minutes}"]),
+        Part("rest", SECONDS, [*measured, "tests", "table", "--minutes", "{minutes}"]),
     ]
 
 
@@ -66,12 +69,18 @@ def call(todo: Iterable[Part], out: Path, seconds: float, variables: dict[str, s
             limit = min(part.seconds, end - began)
             code = _run(part, limit, out, variables) if limit > _SAVED else None
             row = {"part": part.name, "code": code, "limit": round(limit, 1)}
-            line = json.dumps(row | {"seconds": round(time.monotonic() - began, 1)})
+            row |= {"seconds": round(time.monotonic() - began, 1)} | kernels.counts(_notes(out, part))
+            line = json.dumps(row)
             print(line, flush=True)
             record.write(line + "\n")
             record.flush()
             right &= code == 0
     return right
+
+
+def _notes(out: Path, part: Part) -> Path:
+    """Return the file of the kernels that a part needs: see counted.py."""
+    return out / f"{part.name}.kernels.jsonl"
 
 
 def _run(part: Part, limit: float, out: Path, variables: dict[str, str]) -> int | None:
@@ -82,7 +91,7 @@ def _run(part: Part, limit: float, out: Path, variables: dict[str, str]) -> int 
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env=variables,
+            env=variables | {kernels.NOTES: str(_notes(out, part)), "TRITON_CACHE_MANAGER": kernels.MANAGER},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -104,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--wheels", type=Path, help="folder of `make gpu-wheels`, where packages are missing")
+    parser.add_argument("--compiled", type=Path, help="folder of `make gpu-compiled`")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--device", default="cuda", help="device of the service: cpu for a rehearsal")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "flashpoint-gpu-cache")
@@ -111,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     out, cache = args.out.resolve(), args.cache.resolve()
+    if args.compiled:
+        print(f"{kernels.unpack(args.compiled, cache)} compiled kernels brought from {args.compiled}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         installed = Path(folder) / "installed"
         path = checkout.python_path(str(installed), checkout.pretend_installed(Path(folder) / "described", "0"))

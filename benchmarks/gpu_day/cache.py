@@ -14,9 +14,12 @@ import json
 import os
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+MANAGER = "benchmarks.gpu_day.counted:Counted"  # for TRITON_CACHE_MANAGER
+NOTES = "FLASHPOINT_KERNEL_NOTES"  # the variable that names the file of the kernels that MANAGER has seen
 _DROPPED = (".ttir", ".llir", ".source", ".ttadapter")
 _GROUP = "__grp__"
 _PART = "part-{}.tar.gz"
@@ -69,6 +72,17 @@ def unpack(folder: Path, cache: Path) -> int:
             os.utime(path, (at, at))  # keeps the age, because a later `pack` leaves out the oldest entries first
             new.add(key)
     return len(new)
+
+
+def counts(file: Path) -> dict[str, dict[str, int]]:
+    """Return how many variants of each kernel were compiled, and how many came only from the cache."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    compiled = {(line["kernel"], line["key"]) for line in lines if line["compiled"]}
+    found = {(line["kernel"], line["key"]) for line in lines} - compiled
+    return {
+        name: dict(sorted(Counter(kernel for kernel, _ in of).items()))
+        for name, of in (("compiled", compiled), ("from_cache", found))
+    }
 
 
 def _entries(cache: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from benchmarks import gpu_call, gpu_serve
 from benchmarks.gpu_call import Part, call
-from benchmarks.gpu_day.checkout import python_path
+from benchmarks.gpu_day import cache
+from benchmarks.gpu_day.checkout import ROOT, python_path
 
 HANGS = "import signal; print('began', flush=True); signal.pause()"
 
@@ -32,6 +34,63 @@ def test_a_part_that_hangs_is_killed_and_the_next_one_runs(tmp_path: Path, monke
     ]  # fmt: skip
     assert (tmp_path / "hangs.log").read_text() == "began\n"
     assert float((tmp_path / "works.log").read_text()) == 59.5
+
+
+def test_the_record_says_which_kernels_a_part_compiled_and_which_it_found(tmp_path: Path) -> None:
+    lines = [("a", "1", True), ("a", "1", False), ("a", "2", False), ("b", "3", True), ("b", "4", True)]
+    notes = "".join(json.dumps(dict(zip(("kernel", "key", "compiled"), one, strict=True))) + "\n" for one in lines)
+    (tmp_path / "notes.py").write_text(f"import os; open(os.environ['{cache.NOTES}'], 'w').write({notes!r})")
+    assert call(
+        [Part("one", 60, [str(tmp_path / "notes.py")]), Part("two", 60, ["-c", "pass"])],
+        tmp_path,
+        600,
+        dict(os.environ),
+    )
+    first, second = rows(tmp_path / gpu_call.FILE)
+    assert (first["compiled"], first["from_cache"]) == ({"a": 1, "b": 2}, {"a": 1})
+    assert (second["compiled"], second["from_cache"]) == ({}, {})
+
+
+def test_a_call_brings_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = tmp_path / "cache" / "KEY"
+    entry.mkdir(parents=True)
+    (entry / "__grp__kernel.json").write_text(
+        json.dumps({"child_paths": {"kernel.cubin": str(entry / "kernel.cubin")}})
+    )
+    (entry / "kernel.cubin").write_text("compiled")
+    cache.pack(tmp_path / "cache", tmp_path / "packed", 1)
+    found = tmp_path / "found"
+
+    def nothing(*_: object) -> bool:
+        assert (found / "KEY" / "kernel.cubin").read_text() == "compiled"
+        return True
+
+    monkeypatch.setattr(gpu_call, "call", nothing)
+    folders = {"--out": "out", "--compiled": "packed", "--cache": "found"}
+    assert gpu_call.main([text for name, of in folders.items() for text in (name, str(tmp_path / of))]) == 0
+
+
+@pytest.mark.slow
+def test_a_process_notes_what_triton_compiles_and_what_it_finds(tmp_path: Path) -> None:
+    code = """
+import torch
+from flashpoint_kernels import Options, Problem, triton_backend
+from flashpoint_kernels.triton_backend.tools import ahead
+
+ahead.pretend(80)
+q = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16)
+triton_backend.compile_ahead([Problem.create({"q": q, "k": q, "v": q}, Options())]).result()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_CACHE_MANAGER": cache.MANAGER}
+    made = []
+    for number in range(2):
+        notes = tmp_path / str(number)
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env | {cache.NOTES: str(notes)}, check=True)
+        made.append(cache.counts(notes))
+    assert made[0]["compiled"]["attention_forward"] >= 1
+    assert made[0]["from_cache"] == made[1]["compiled"] == {}
+    assert made[1]["from_cache"] == made[0]["compiled"]
 
 
 def test_without_time_a_part_does_not_start(tmp_path: Path) -> None:

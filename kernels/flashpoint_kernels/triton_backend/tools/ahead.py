@@ -5,17 +5,21 @@ A container image contains this cache, so its first request compiles nothing. It
 bits and float32, at D 64 and 128: plain, with a window, and with a mask. The kernels are compiled by the same code that
 runs them, up to the launch, so a later look-up has the same key. `_Driver` replaces Triton's driver, which needs a GPU.
 
-The cache is in TRITON_CACHE_DIR. TRITON_INTERPRET must not be set.
+The cache is in TRITON_CACHE_DIR. TRITON_INTERPRET must not be set. A key contains a hash of Triton's compiled library,
+which differs between versions of Python: --library is that of the machine that will use the cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -86,9 +90,24 @@ def pretend(arch: int) -> None:
     triton.runtime.driver.set_active(_Driver(arch))
 
 
-def fill(one: Wanted) -> Wanted:
+def use_keys_of(library: Path) -> None:
+    """Make the cache keys of this process those of a Triton of the same release with this compiled library.
+
+    The other files of a release are the same for all versions of Python.
+    """
+    own = Path(triton.__path__[0], "_C", "libtriton.so")
+    before, after = (hashlib.sha256(path.read_bytes()).hexdigest() for path in (own, library))
+    key: str = triton.runtime.cache.triton_key()
+    assert before in key or after in key, "Triton's key has no hash of its library"
+    changed = key.replace(before, after)
+    triton.runtime.cache.triton_key = lambda: changed
+
+
+def fill(one: Wanted, library: Path | None = None) -> Wanted:
     """Compile one launch, in a process for its architecture. Raises the errors of Triton."""
     pretend(one.arch)
+    if library:
+        use_keys_of(library)
     for problem in one.problems():
         compile_ahead([problem]).result()
     return one
@@ -100,12 +119,13 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--levels", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
+    parser.add_argument("--library", type=Path, help="libtriton.so of the same release for another version of Python")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     for arch in arguments.arch:
         with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
             wanted = product([arch], arguments.dtypes, arguments.head_dims, arguments.levels, DIRECTIONS)
-            for done in pool.map(fill, (Wanted(*one) for one in wanted)):
+            for done in pool.map(partial(fill, library=arguments.library), (Wanted(*one) for one in wanted)):
                 print(*done, flush=True)
     return 0
 

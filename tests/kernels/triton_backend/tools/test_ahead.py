@@ -3,6 +3,7 @@
 The tests run processes that pretend to have an sm_90 (`ahead.pretend`), without Triton's interpreter.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+from triton.runtime import cache
 
 from flashpoint_kernels import Options, Problem, triton_backend
 from flashpoint_kernels.triton_backend.host import config
@@ -144,6 +147,21 @@ def test_a_process_compiles_for_one_architecture(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(config, "stand_in", config.Chip(80, SHARED_KIB[80]))
     with pytest.raises(RuntimeError, match="this process compiles for sm_80: compile for sm_90 in another"):
         ahead.pretend(90)
+
+
+def test_keys_are_those_of_another_library_of_the_same_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with another Python has another library: a cache that is compiled for it has its keys."""
+    own = Path(triton.__path__[0], "_C", "libtriton.so")
+    other = tmp_path / "libtriton.so"
+    other.write_bytes(b"of another Python")
+    before = cache.triton_key()
+    monkeypatch.setattr(cache, "triton_key", cache.triton_key)  # restores it
+    ahead.use_keys_of(own)
+    assert cache.triton_key() == before
+    ahead.use_keys_of(other)
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (own, other)]
+    assert before.split(hashes[0]) == cache.triton_key().split(hashes[1])
+    assert hashes[0] in before
 
 
 WARM = """
