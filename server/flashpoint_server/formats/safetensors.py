@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -21,25 +20,19 @@ from flashpoint_server.refusal import Refusal
 OCTETS = "application/octet-stream"  # also accepted for safetensors: some callers do not know its media type
 
 
-@dataclass(frozen=True)
-class _HeadReading:
-    """A parsed head, with its checked calls. Requests with the same short head share it."""
+def _read(text: bytes) -> tuple[int, Named, Mapping[str, Any], dict[Direction, CheckedCall]]:
+    """Parse a head: return the size of its message, the inputs, the options, and room for the checked calls.
 
-    head: wire.Head
-    inputs: Named
-    options: Mapping[str, Any]  # those in `__metadata__`, parsed as JSON
-    calls: dict[Direction, CheckedCall] = field(default_factory=dict)
-
-
-def _read(text: bytes) -> _HeadReading:
-    """Parse a head. Raises Refusal 400 and 422."""
+    Requests with the same short head share these. Raises Refusal 400 and 422.
+    """
     try:
         head = wire.parse_head(text)
     except wire.WireError as error:
         raise Refusal("malformed_body", str(error)) from None
     options = wire.decode_options(head.metadata)
     check_extent(options)
-    return _HeadReading(head, tuple((t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors), options)
+    inputs = tuple((t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors)
+    return head.size + head.data_size, inputs, options, {}
 
 
 # Parsed heads are cached, because a model sends the same heads again and again: one for each layer and KV cache, if it
@@ -51,10 +44,12 @@ _read_again = lru_cache(1024)(_read)
 class SafetensorsMessage(TensorMessage):
     """A message whose head has been read, and whose tensors have not."""
 
-    def __init__(self, reading: _HeadReading, rest: bytes) -> None:
+    def __init__(
+        self, inputs: Named, options: Mapping[str, Any], calls: dict[Direction, CheckedCall], rest: bytes
+    ) -> None:
         """`rest` are the first bytes of the tensors, which arrived together with the head."""
+        self.inputs, self.options, self.calls = inputs, options, calls
         self._rest = rest
-        self.inputs, self.options, self.calls = reading.inputs, reading.options, reading.calls
 
     @classmethod
     async def begin(cls, body: RequestBody, head_limit: int, codec: Codecs) -> SafetensorsMessage:
@@ -78,14 +73,13 @@ class SafetensorsMessage(TensorMessage):
             raise Refusal("malformed_body", str(error)) from None
         text = bytes(start[:size])
         if size <= _SHORT:
-            reading = _read_again(text)
+            total, inputs, options, calls = _read_again(text)
         else:
-            reading = await codec.parse(body, _read, text, here=HEAD_ON_LOOP)
-        total = reading.head.size + reading.head.data_size
+            total, inputs, options, calls = await codec.parse(body, _read, text, here=HEAD_ON_LOOP)
         body.check_length(total)
         if body.length not in (None, total):
             raise Refusal("malformed_body", f"the body has {body.length} bytes, but its head says {total}")
-        return cls(reading, bytes(memoryview(start)[size:]))
+        return cls(inputs, options, calls, bytes(memoryview(start)[size:]))
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         await body.into([places[name] for name, _ in self.inputs], self._rest)

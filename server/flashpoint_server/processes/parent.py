@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
 
 CANNOT_WORK = 78  # EX_CONFIG: exit code of a process that a restart cannot help
 
@@ -59,47 +58,29 @@ def die_with_parent(parent: int) -> None:
 
 
 class Watchdog:
-    """Kills the process with SIGALRM when a `watched` block takes longer than `limit` seconds.
+    """A context that kills the process with SIGALRM when it takes longer than `limit` seconds.
 
-    The kernel sends the signal, because a hanging thread may hold Python's lock for ever.
+    A thread enters it once at a time. The kernel sends the signal, because a hanging thread may hold Python's lock for
+    ever.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._began: dict[object, float] = {}  # in order of time: the first is the oldest
+        self._began: dict[int, float] = {}  # when each thread entered, in order of time: the first is the oldest
 
-    def watched(self) -> AbstractContextManager[None]:
-        return _Watched(self)
-
-    def begin(self, block: object) -> None:
-        """Start to watch a block, until `end` is called with it."""
+    def __enter__(self) -> None:
         with self._lock:
-            self._began[block] = time.monotonic()
+            self._began[threading.get_ident()] = time.monotonic()
             if len(self._began) == 1:
                 signal.setitimer(signal.ITIMER_REAL, self._limit)
 
-    def end(self, block: object) -> None:
-        """Stop watching a block."""
+    def __exit__(self, *_: object) -> None:
+        thread = threading.get_ident()
         with self._lock:
-            first = next(iter(self._began)) is block
-            del self._began[block]
-            if first:  # otherwise the timer belongs to an older block
+            first = next(iter(self._began)) == thread
+            del self._began[thread]
+            if first:  # otherwise the timer belongs to a thread that entered before
                 oldest = next(iter(self._began.values()), None)
                 left = 0.0 if oldest is None else max(oldest + self._limit - time.monotonic(), 1e-6)
                 signal.setitimer(signal.ITIMER_REAL, left)
-
-
-class _Watched(AbstractContextManager[None]):
-    """The context manager of a watched block. One made with `contextlib.contextmanager` takes twice as long."""
-
-    __slots__ = ("_watchdog",)
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        self._watchdog = watchdog
-
-    def __enter__(self) -> None:
-        self._watchdog.begin(self)
-
-    def __exit__(self, *_: object) -> None:
-        self._watchdog.end(self)

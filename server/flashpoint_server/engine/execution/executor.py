@@ -79,7 +79,7 @@ class Executor:
             case Launch():
                 self._launch(task.requests)
             case BenchmarkSlice():
-                with self._watchdog.watched():
+                with self._watchdog:
                     task.plugin.step()
         return None
 
@@ -97,7 +97,7 @@ class Executor:
 
     def _compute(self, request: EngineRequest, problem: Problem) -> Exception | None:
         try:
-            with self._watchdog.watched():
+            with self._watchdog:
                 self._run_part(problem, request.attention.backend)
         except Exception as error:
             return error
@@ -116,7 +116,7 @@ class Executor:
             if not request.over_caches:
                 request.add(request.cut(self.device.parts, self._budget))
                 return None
-            with self._watchdog.watched():
+            with self._watchdog:
                 parts = self._cut_calls(task.requests, task.cores)
                 if len(parts) == 1 and not request.unwanted:
                     run = partial(self._run_part, parts[0], request.attention.backend)
@@ -168,7 +168,7 @@ class Executor:
 
     def _keep(self, request: EngineRequest) -> Exception | None:
         try:
-            with self._watchdog.watched():
+            with self._watchdog:
                 self.device.keep(request)
         except Exception as error:
             return error
@@ -179,7 +179,7 @@ class Executor:
         caches: list[CacheRecord] = []
         saved: list[SavedRecord] = []
         try:
-            with self._watchdog.watched(), self.device.in_order():
+            with self._watchdog, self.device.in_order():
                 match request.submit.body:
                     case CacheCall() as call:
                         caches = execute(self.device.caches, call, request.submit, request.memory)
@@ -213,7 +213,7 @@ class Executor:
 
     def _prove(self, request: EngineRequest) -> None:
         try:
-            with self._watchdog.watched():
+            with self._watchdog:
                 report = self.device.verify(request, self._telling(request))
         except Exception as error:
             self._fail([request], error)
@@ -244,7 +244,7 @@ class Executor:
         """
         failure: Exception | None = None
         try:
-            with self._watchdog.watched():
+            with self._watchdog:
                 seeds, stages = self.device.launch(batch)
         except Exception as error:
             failure = error
