@@ -13,7 +13,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.formats.message import Format, TensorMessage, check_extent
 from flashpoint_server.http.body import Part, RequestBody, copy
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.plan import Plan, refuse_invalid
 
 
@@ -62,15 +62,13 @@ class Json(Format):
     def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
         return plan.answers.values()
 
-    async def write(
-        self, plan: Plan, staging: Staging, metadata: Mapping[str, Any], body: RequestBody, codec: Codecs
-    ) -> list[Part]:
-        views = staging.views(staging.outputs)
+    async def write(self, plan: Plan, job: Job, body: RequestBody, codec: Codecs) -> list[Part]:
+        views = job.views(job.outputs)
         arrays = {
             name: np.frombuffer(views[name], jsonwire.DTYPES.get(info.dtype, np.float32)).reshape(info.shape)
             for name, info in plan.answers.items()
         }
-        return [await codec.run(body, jsonwire.encode, arrays, {"dtype": plan.spec.dtype, **metadata})]
+        return [await codec.run(body, jsonwire.encode, arrays, {"dtype": plan.spec.dtype, **job.done.metadata})]
 
 
 JSON = Json(jsonwire.MEDIA_TYPE)

@@ -21,8 +21,9 @@ from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.regions import Region
-from flashpoint_server.ipc.staging import NOWHERE, Staging
+from flashpoint_server.ipc.staging import NOWHERE
 from flashpoint_server.plan import CheckedCall, Kind, Named, Plan, kind_of, read_call, refuse_invalid
 from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid
 
@@ -79,10 +80,8 @@ class Format(ABC):
         """Return the outputs that the answer contains as text, not as bytes."""
 
     @abstractmethod
-    async def write(
-        self, plan: Plan, staging: Staging, metadata: Mapping[str, Any], body: RequestBody, codec: Codecs
-    ) -> list[Part]:
-        """Return the parts of the answer's body, in order. Raises Refusal."""
+    async def write(self, plan: Plan, job: Job, body: RequestBody, codec: Codecs) -> list[Part]:
+        """Return the parts of the body of the answer to a job, in order. Raises Refusal."""
 
 
 def text_bytes(tensors: Iterable[TensorInfo]) -> int:

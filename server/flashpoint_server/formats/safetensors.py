@@ -13,7 +13,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import HEAD_ON_LOOP, Codecs
 from flashpoint_server.formats.message import Format, TensorMessage, check_extent
 from flashpoint_server.http.body import Part, RequestBody
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.plan import CheckedCall, Named, Plan
 from flashpoint_server.refusal import Refusal
 
@@ -96,10 +96,8 @@ class Safetensors(Format):
     def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
         return ()
 
-    async def write(
-        self, plan: Plan, staging: Staging, metadata: Mapping[str, Any], body: RequestBody, codec: Codecs
-    ) -> list[Part]:
-        views = staging.views(staging.outputs)
+    async def write(self, plan: Plan, job: Job, body: RequestBody, codec: Codecs) -> list[Part]:
+        views, metadata = job.views(job.outputs), job.done.metadata
         of_plan, kernel = metadata.keys() <= _OF_PLAN, metadata.get("kernel", "")
         if not of_plan or (head := plan.heads.get(kernel)) is None:
             tensors = [(name, info.dtype, info.shape) for name, info in plan.answers.items()]

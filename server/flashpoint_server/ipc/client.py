@@ -144,7 +144,7 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Send a job to this engine, which must be ready."""
         assert self.device is not None
-        for segment in job.staging.segments:
+        for segment in job.segments:
             if segment.number not in self._attached:
                 self._attached.add(segment.number)
                 self.tell(Attach(segment.number, segment.mapped), (segment.fd,))
@@ -155,15 +155,15 @@ class Engine:
         if not self._sent:
             self.pace.begin(time.monotonic())
         self._sent[submit.id] = job
-        job.staging.slot.mark = False
-        job.staging.hold()
+        job.slot.mark = False
+        job.hold()
         self.load += submit.seconds
         self._send_encoded(message)
 
     @property
     def unbegun(self) -> Iterator[Job]:
         """Yield the jobs that the engine has not started."""
-        return (job for job in self._sent.values() if not job.staging.slot.mark)
+        return (job for job in self._sent.values() if not job.slot.mark)
 
     @property
     def process(self) -> tuple[str, int]:
@@ -284,14 +284,12 @@ class Engine:
                 answer.get_loop().call_soon(self._computed, message)  # later, after the route that waits
                 if answer.done() and (saved := message.metadata.get("saved")) is not None:
                     self.tell(Forget(saved))  # the route no longer waits, so the caller does not get the id
-                job.metadata, job.batch_size, job.launch = message.metadata, message.batch_size, message.launch
-                job.copy_in, job.copy_out, job.answered_by = message.copy_in, message.copy_out, self.incarnation
+                job.done, job.answered_by = message, self.incarnation
             case Verified():
                 job.report = message.report
             case CallReply():
                 job.saved = message.saved
         if not answer.done():
-            job.began, job.ended = message.began, message.ended
             answer.set_result(None)
 
     def _computed(self, done: Done) -> None:
@@ -300,7 +298,7 @@ class Engine:
 
     def _let_go(self, job: Job) -> None:
         self.load -= job.message.seconds
-        job.staging.release()
+        job.release()
 
     def _died(self) -> None:
         if self.state is State.FAILED:

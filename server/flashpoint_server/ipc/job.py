@@ -1,63 +1,115 @@
-"""The job of a request: the work that its route submits to an engine, and the engine's answer without its tensors."""
+"""The job of a request: its memory, the work that its route submits to an engine, and the engine's answer."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashpoint_server.ipc.bodies import Body
-from flashpoint_server.ipc.messages import CacheRecord, SavedRecord, Submit
+import numpy as np
+
+from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE
+from flashpoint_server.ipc.bodies import SLOT, Body, PlacedTensor
+from flashpoint_server.ipc.messages import CacheRecord, Done, SavedRecord, Submit
 from flashpoint_server.ipc.price import Price
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.regions import Region
+from flashpoint_server.ipc.staging import Layout, Pool, PoolFullError, Segment, Slot
+from flashpoint_server.refusal import Refusal
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Job:
-    """The work of one request for an engine: `message` is what the engine gets, the other fields stay here.
+    """The work of one request for an engine: its memory, the message that the engine gets, and the answer.
 
+    Its memory is allocated before the inputs arrive, and freed after the answer is sent: each holder calls `release`
+    once. `regions` are shared memory of callers that contains some of the tensors.
     `progress` is called with each VerifyProgress in JSON. The first call means that the verification has started.
-    Submitting sets `answer`, `since` (in `time.monotonic` seconds) and `queued`, and the message's `id` and `rank`.
-    The engine writes the answer's tensors into `staging`. When `answer` is done, the fields from `began` on have the
-    rest. `queued`, `began` and `ended` are in `time.perf_counter` seconds; copies to and from a GPU took `copy_in` and
-    `copy_out` seconds of this time.
+    Submitting sets `answer`, `since` (in `time.monotonic` seconds) and `queued` (in `time.perf_counter` seconds), and
+    the message's `id` and `rank`. When `answer` is done, the memory of `outputs` and the fields below it have the
+    engine's answer.
     """
 
-    message: Submit
-    staging: Staging
+    slot: Slot
+    inputs: list[PlacedTensor]
+    outputs: list[PlacedTensor]
+    regions: tuple[Region, ...]
+    message: Submit = field(init=False)
     priority: int = 0
     incarnation: int = 0  # engine that holds the job's caches or forward; 0: any engine
     lost: str = "cache_lost"  # error code if that engine is gone
     progress: Callable[[bytes], None] | None = None
-    answer: asyncio.Future[None] = field(init=False)
     since: float = field(init=False)
-    queued: float = field(init=False, default=0.0)
-    began: float = field(init=False, default=0.0)
-    ended: float = field(init=False, default=0.0)
-    copy_in: float = field(init=False, default=0.0)
-    copy_out: float = field(init=False, default=0.0)
-    metadata: dict[str, Any] = field(init=False)  # of attention
-    batch_size: int = field(init=False, default=1)
-    launch: int = field(init=False, default=0)  # the number of its launch
-    report: bytes = field(init=False, default=b"")  # the VerifyReport of a verification, in JSON
+    queued: float = field(init=False)
+    answer: asyncio.Future[None] = field(init=False)
+    done: Done = field(init=False)  # of attention
+    answered_by: int = field(init=False)  # the incarnation of the engine that computed attention
+    report: bytes = field(init=False)  # the VerifyReport of a verification, in JSON
     caches: list[CacheRecord] = field(init=False, default_factory=list)  # the answer to a CacheCall, so far
-    saved: list[SavedRecord] = field(init=False, default_factory=list)  # the answer to a SavedCall
-    answered_by: int = field(init=False, default=0)  # the incarnation of the engine that computed attention
+    saved: list[SavedRecord] = field(init=False)  # the answer to a SavedCall
 
     @classmethod
-    def of(
-        cls, request_id: str, body: Body, staging: Staging, price: Price, deadline: float | None = None, **here: Any
-    ) -> Job:
-        """Return the job of a request. `deadline` is as in `Submit`; `here` are the fields that stay here."""
-        slot = staging.slot
-        number, rank = -1, 0.0  # until the job is sent
-        message = Submit(
-            number, request_id, body, slot.segment.number, staging.inputs, staging.outputs, slot.mark_at, *price, rank,
-            deadline,
-        )  # fmt: skip
-        return cls(message=message, staging=staging, **here)
+    def stage(cls, pool: Pool, layout: Layout) -> Job:
+        """Allocate memory for a layout. Raises Refusal 429 if the pool is full, and 413 if the pool is too small."""
+        if layout.size > pool.limit:
+            raise Refusal(
+                "work_too_large",
+                f"the request needs {layout.end} bytes of staging memory, over the limit of {pool.limit}",
+            )
+        try:
+            slot = pool.take(layout.size)
+        except PoolFullError as error:
+            raise Refusal("queue_full", str(error)) from None
+        for region in layout.regions:
+            region.hold()
+        number, start = slot.segment.number, slot.offset
+        inputs, outputs = [
+            [
+                PlacedTensor(t.name, t.dtype, t.shape, number, start + t.offset) if t.segment == SLOT else t
+                for t in tensors
+            ]
+            for tensors in (layout.inputs, layout.outputs)
+        ]
+        return cls(slot, inputs, outputs, layout.regions)
+
+    def ask(self, request_id: str, body: Body, price: Price, deadline: float | None) -> None:
+        """Set the message. `deadline` is as in `Submit`. The engine's client sets its `id` and `rank`."""
+        segment, mark = self.slot.segment.number, self.slot.mark_at
+        self.message = Submit(
+            -1, request_id, body, segment, self.inputs, self.outputs, mark, *price, rank=0.0, deadline=deadline
+        )
+
+    @property
+    def segments(self) -> tuple[Segment | Region, ...]:
+        """The segments that the engine must map."""
+        return (self.slot.segment, *self.regions)
+
+    def views(self, tensors: Iterable[PlacedTensor]) -> dict[str, memoryview]:
+        """Return the memory of each tensor in the slot, by name. Tensors in regions are left out."""
+        segment = self.slot.segment
+        return {
+            t.name: segment.view[t.offset : t.offset + math.prod(t.shape) * ITEMSIZE[t.dtype]]
+            for t in tensors
+            if t.segment == segment.number
+        }
+
+    def index(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the values of the index tensors, which are always in the slot; empty if there are none."""
+        index = [t for t in self.inputs if t.name in INDEX_TENSORS]
+        return {t.name: np.frombuffer(view, t.dtype) for t, view in zip(index, self.views(index).values(), strict=True)}
+
+    def hold(self) -> None:
+        """Add a holder. `release` must be called when the engine no longer accesses the memory."""
+        self.slot.hold()
+        for region in self.regions:
+            region.hold()
+
+    def release(self) -> None:
+        self.slot.release()
+        for region in self.regions:
+            region.release()
 
     def remaining(self) -> float | None:
         """Return the seconds to the deadline, at least 0; None if there is no deadline."""

@@ -20,16 +20,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE, TensorInfo
+from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
 from flashpoint_server.ipc.bodies import SLOT, PlacedTensor
 from flashpoint_server.ipc.counts import Counts
 from flashpoint_server.ipc.regions import SEGMENT_NUMBERS, Region
-from flashpoint_server.refusal import Refusal
 
 ALIGNMENT = 64  # bytes of a cache line: enough for the widest vector load of a CPU and for a GPU's copy engine
 SMALLEST = 1 << 16
@@ -274,70 +270,3 @@ class Layout(NamedTuple):
         shapes = {t.name: list(t.shape) for t in placed}
         regions = tuple({region for region, _ in elsewhere.values()})
         return cls(placed, answers, end, size_class(end), nbytes, shapes, regions)
-
-
-@dataclass(eq=False)
-class Staging:
-    """The memory of a request's inputs and outputs: allocated before the inputs arrive, freed after the answer is sent.
-
-    `regions` are shared memory of callers that contains some of the tensors. Each holder calls `release` once.
-    """
-
-    slot: Slot
-    inputs: list[PlacedTensor]
-    outputs: list[PlacedTensor]
-    regions: tuple[Region, ...]
-
-    @classmethod
-    def take(cls, pool: Pool, layout: Layout) -> Staging:
-        """Allocate memory for a layout. Raises Refusal 429 if the pool is full, and 413 if the pool is too small."""
-        if layout.size > pool.limit:
-            raise Refusal(
-                "work_too_large",
-                f"the request needs {layout.end} bytes of staging memory, over the limit of {pool.limit}",
-            )
-        try:
-            slot = pool.take(layout.size)
-        except PoolFullError as error:
-            raise Refusal("queue_full", str(error)) from None
-        for region in layout.regions:
-            region.hold()
-        number, start = slot.segment.number, slot.offset
-        inputs, outputs = [
-            [
-                PlacedTensor(t.name, t.dtype, t.shape, number, start + t.offset) if t.segment == SLOT else t
-                for t in tensors
-            ]
-            for tensors in (layout.inputs, layout.outputs)
-        ]
-        return cls(slot, inputs, outputs, layout.regions)
-
-    @property
-    def segments(self) -> tuple[Segment | Region, ...]:
-        """The segments that the engine must map."""
-        return (self.slot.segment, *self.regions)
-
-    def views(self, tensors: Iterable[PlacedTensor]) -> dict[str, memoryview]:
-        """Return the memory of each tensor in the slot, by name. Tensors in regions are left out."""
-        segment = self.slot.segment
-        return {
-            t.name: segment.view[t.offset : t.offset + math.prod(t.shape) * ITEMSIZE[t.dtype]]
-            for t in tensors
-            if t.segment == segment.number
-        }
-
-    def index(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the values of the index tensors, which are always in the slot; empty if there are none."""
-        index = [t for t in self.inputs if t.name in INDEX_TENSORS]
-        return {t.name: np.frombuffer(view, t.dtype) for t, view in zip(index, self.views(index).values(), strict=True)}
-
-    def hold(self) -> None:
-        """Add a holder for a job. `release` must be called when the engine no longer accesses the memory."""
-        self.slot.hold()
-        for region in self.regions:
-            region.hold()
-
-    def release(self) -> None:
-        self.slot.release()
-        for region in self.regions:
-            region.release()

@@ -16,8 +16,9 @@ from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.http.body import Part, RequestBody
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.regions import RegionSlice
-from flashpoint_server.ipc.staging import ALIGNMENT, Staging
+from flashpoint_server.ipc.staging import ALIGNMENT
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.inflated import WINDOW_BITS
@@ -40,8 +41,7 @@ async def encode(
     model: str,
     asked: InferHead,
     plan: Plan,
-    staging: Staging,
-    metadata: Mapping[str, Any],
+    job: Job,
     body: RequestBody,
     codec: Codecs,
 ) -> tuple[list[Part], dict[str, str]]:
@@ -49,12 +49,12 @@ async def encode(
 
     `asked` is the request's head.
     """
-    infos, views = plan.answers, staging.views(staging.outputs)
+    infos, views = plan.answers, job.views(job.outputs)
     outputs = tuple(
         _HttpOutput(name, infos[name].dtype, infos[name].shape, infos[name].nbytes if binary else None, shared)
         for name, binary, shared in asked.wanted(plan.answers)
     )
-    about = (model, asked.id, tuple(metadata.items()))
+    about = (model, asked.id, tuple(job.done.metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
         head = await codec.run(body, _head_with, about, outputs, numbers)
     else:  # answers have few different heads, so these are cached, except those with an id, which is new each time

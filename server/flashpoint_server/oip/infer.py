@@ -86,12 +86,12 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     request.body.deadline = earlier(request.body.deadline, head.deadline(request.service.settings))
     request.priority = max(request.priority, head.priority)
     job = await compute(request, message, model.direction, message.numbers)
-    parts, fields = await encode(model.name, head, request.plan, job.staging, job.metadata, request.body, codec)
+    parts, fields = await encode(model.name, head, request.plan, job, request.body, codec)
     # Compress only if the field names a single coding: clients that did not choose one send a list.
     if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:
         parts, fields["content-encoding"] = await compressed(parts, coding), coding
     stages = await write(request, job, parts, fields)
-    statistics.computed(model.name, job.batch_size, stages)
+    statistics.computed(model.name, job.done.batch_size, stages)
 
 
 async def _read(request: RouteRequest) -> InferMessage:

@@ -33,7 +33,7 @@ from flashpoint_server.ipc.bodies import AttentionCall, Body, CacheRef, Recall, 
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
-from flashpoint_server.ipc.staging import Layout, Staging
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.plan import CheckedCall, Kind, Plan
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
@@ -188,11 +188,11 @@ def admit(request: RouteRequest, nbytes: int) -> Permit:
     return permit
 
 
-def stage(request: RouteRequest, layout: Layout) -> Staging:
-    """Return staging memory, which is released when the request ends. Raises Refusal 413 and 429."""
-    staging = Staging.take(request.service.pool, layout)
-    request.at_end(staging.release)
-    return staging
+def stage(request: RouteRequest, layout: Layout) -> Job:
+    """Return a job with staging memory, which is released when the request ends. Raises Refusal 413 and 429."""
+    job = Job.stage(request.service.pool, layout)
+    request.at_end(job.release)
+    return job
 
 
 async def attention(request: RouteRequest, direction: Direction, planners: Mapping[Kind, Compute]) -> None:
@@ -208,7 +208,7 @@ async def attention(request: RouteRequest, direction: Direction, planners: Mappi
         job = await compute(request, message, direction, wanted.numbers)
     else:
         job = await planners[kind](request, message, wanted.numbers)
-    parts = await wanted.write(request.plan, job.staging, job.metadata, request.body, request.service.codec)
+    parts = await wanted.write(request.plan, job, request.body, request.service.codec)
     await write(request, job, parts, {"content-type": wanted.media_type})
 
 
@@ -232,13 +232,13 @@ async def carry_out(
     *,
     cache_ref: CacheRef | None = None,
     saved: Callable[[Mapping[str, Any]], Save | Recall | None] = lambda _: None,
-    **engine: Any,
+    incarnation: int = 0,
+    lost: str = "cache_lost",
 ) -> Job:
     """Admit, stage and submit a planned call, at the cost `price`.
 
     `cache_ref` names the caches of a call over caches. `saved` gets the values of the index tensors, by name, and
-    returns `AttentionCall.saved`. `engine` are the fields `incarnation` and `lost` of `Job`. Raises Refusal and
-    ClientGoneError.
+    returns `AttentionCall.saved`. `incarnation` and `lost` are those of `Job`. Raises Refusal and ClientGoneError.
     """
     service, body, spec = request.service, request.body, plan.spec
     request.plan = plan
@@ -254,27 +254,26 @@ async def carry_out(
     permit.charge(price, body.deadline, service.engine.pace if body.deadline is not None else 0.0)
     elsewhere = message.elsewhere(spec)  # tensors in memory of the caller, which no plan holds
     layout = Layout.of(message.inputs, spec.outputs, elsewhere) if elsewhere else plan.layout
-    staging = stage(request, layout)
-    await message.receive(body, staging.views(staging.inputs))
-    index = staging.index()
+    job = stage(request, layout)
+    await message.receive(body, job.views(job.inputs))
+    index = job.index()
     if index and cache_ref is None:  # the index tensors have arrived, and with their values the cost is exact
         permit.correct(price_of(spec, plan.backend, request.device, index))
     request.exchange.facts.update(backend=plan.backend, shapes=layout.shapes)
     asked = AttentionCall(spec.direction, plan.options, plan.backend, call.seed, cache_ref, saved(index))
-    return await submit(request, make_job(request, asked, staging, permit.price, **engine))
+    return await submit(request, job, asked, permit.price, incarnation, lost)
 
 
-def make_job(request: RouteRequest, body: Body, staging: Staging, price: Price, **engine: Any) -> Job:
-    """Return the job of a request. `engine` are the fields `incarnation` and `lost` of `Job`."""
-    request_id, deadline = request.exchange.request_id, request.body.deadline
-    return Job.of(request_id, body, staging, price, deadline, priority=request.priority, **engine)
+async def submit(
+    request: RouteRequest, job: Job, body: Body, price: Price, incarnation: int = 0, lost: str = "cache_lost"
+) -> Job:
+    """Submit a job, whose inputs have arrived, with the work `body`. Return it when it has the engine's answer.
 
-
-async def submit(request: RouteRequest, job: Job) -> Job:
-    """Submit a job, and return it when it has the engine's answer.
-
-    Raises Refusal 504 at the deadline, and ClientGoneError if the client disconnects.
+    `incarnation` and `lost` are those of `Job`. Raises Refusal 504 at the deadline, and ClientGoneError if the client
+    disconnects.
     """
+    job.priority, job.incarnation, job.lost = request.priority, incarnation, lost
+    job.ask(request.exchange.request_id, body, price, request.body.deadline)
     answer = request.service.engine.submit(job)
 
     def give_up(error: Exception) -> None:
@@ -303,19 +302,20 @@ async def write(request: RouteRequest, job: Job, parts: list[Part], fields: Mapp
     if job.late:
         raise out_of_time()
     exchange = request.exchange
-    marks = exchange.marks = exchange.arrived, job.queued, job.began, job.ended, time.perf_counter()
+    done = job.done
+    marks = exchange.marks = exchange.arrived, job.queued, done.began, done.ended, time.perf_counter()
     stages = {name: end - start for name, start, end in zip(PARTS, marks, marks[1:], strict=False)}
     durations = {name: round(seconds * 1000, 3) for name, seconds in stages.items()}
-    stages["copy_in"], stages["copy_out"] = job.copy_in, job.copy_out
-    stages["compute"] -= job.copy_in + job.copy_out
+    stages["copy_in"], stages["copy_out"] = done.copy_in, done.copy_out
+    stages["compute"] -= done.copy_in + done.copy_out
     for name, ms in durations.items():
         exchange.facts[f"{name}_ms"] = ms
-    exchange.facts["batch_size"], exchange.launch = job.batch_size, job.launch
+    exchange.facts["batch_size"], exchange.launch = done.batch_size, done.launch
     headers = {
         **fields,
         "x-backend": request.plan.backend,
-        **({"x-kernel": kernel} if (kernel := job.metadata.get("kernel")) else {}),
-        "x-batch-size": str(job.batch_size),
+        **({"x-kernel": kernel} if (kernel := done.metadata.get("kernel")) else {}),
+        "x-batch-size": str(done.batch_size),
         "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),
     }
     await reply(request, parts, headers)

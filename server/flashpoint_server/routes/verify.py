@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 from flashpoint_contract import strictjson
 from flashpoint_contract.options import OPTIONS, Direction, Options
@@ -34,7 +37,6 @@ from flashpoint_server.routes.pipeline import (
     authorize,
     begin,
     limit,
-    make_job,
     reply,
     stage,
     submit,
@@ -74,18 +76,18 @@ async def verify(request: RouteRequest) -> None:
         request_json, price = _check(message, device, service.settings)
     permit = request.permit or admit(request, sum(info.nbytes for _, info in inputs))
     permit.charge(price)
-    staging = stage(request, Layout.of(inputs, {}))
+    job = stage(request, Layout.of(inputs, {}))
     if message is not None:
-        await message.receive(body, staging.views(staging.inputs))
+        await message.receive(body, job.views(job.inputs))
     events = takes_events(request.headers)
-    job = make_job(request, VerifyCall(request_json, events), staging, price)
+    run = partial(submit, request, job, VerifyCall(request_json, events), price)
     if events:
-        await _stream(request, job)
+        await _stream(request, job, run)
     else:
-        await reply(request, [(await submit(request, job)).report], {"content-type": jsonwire.MEDIA_TYPE})
+        await reply(request, [(await run()).report], {"content-type": jsonwire.MEDIA_TYPE})
 
 
-async def _stream(request: RouteRequest, job: Job) -> None:
+async def _stream(request: RouteRequest, job: Job, run: Callable[[], Coroutine[Any, Any, Job]]) -> None:
     """Send the newest VerifyProgress as an event whenever there is one, then the report.
 
     The answer starts with the first event. Then send a comment after each HEARTBEAT_SECONDS without progress: if the
@@ -104,7 +106,7 @@ async def _stream(request: RouteRequest, job: Job) -> None:
         news.set()
 
     job.progress = proceeds
-    answer = asyncio.ensure_future(submit(request, job))
+    answer = asyncio.create_task(run())
     answer.add_done_callback(lambda _: news.set())
     try:
         while True:

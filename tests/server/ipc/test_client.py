@@ -23,7 +23,7 @@ from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_optio
 from flashpoint_server.ipc.client import Engine, Engines, State
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import Submit
-from flashpoint_server.ipc.staging import Layout, Pool, Staging
+from flashpoint_server.ipc.staging import Layout, Pool
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.processes.processes import running_engines
 from flashpoint_server.refusal import Refusal
@@ -57,28 +57,30 @@ class Bench:
         self.engines = Engines([Metrics()])
         self.pool = Pool(1 << 30, self.engines.forget_segment)
 
-    def job(self, name, **how):
+    def job(self, name, priority=0, deadline=None):
         """Return a forward job with 4 queries and 4 keys. A job whose name begins with gate- waits for the gate."""
         info = TensorInfo("float32", (1, 1, 4, 8))
         spec = plan(dict.fromkeys("qkv", info), Options(), "forward")
-        staging = Staging.take(self.pool, Layout.of([(n, info) for n in "qkv"], spec.outputs))
+        job = Job.stage(self.pool, Layout.of([(n, info) for n in "qkv"], spec.outputs))
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
-        for view in staging.views(staging.inputs).values():
+        for view in job.views(job.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
         body = AttentionCall("forward", pack_options(Options()), "reference")
-        return Job.of(name, body, staging, FREE, **how)
+        job.priority = priority
+        job.ask(name, body, FREE, deadline)
+        return job
 
     async def answer(self, job):
         """Submit a job, return its output o, and release its memory."""
         await self.engines.submit(job)
-        o = np.frombuffer(job.staging.views(job.staging.outputs)["o"], np.float32).copy()
-        job.staging.release()
+        o = np.frombuffer(job.views(job.outputs)["o"], np.float32).copy()
+        job.release()
         return o
 
     async def begun(self, job):
         """Submit a job, wait until the engine has started it, and return the future of its answer."""
         answer = self.engines.submit(job)
-        await until(lambda: job.staging.slot.mark)
+        await until(lambda: job.slot.mark)
         return answer
 
 
@@ -121,21 +123,21 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
-            dropped.staging.release()
+            dropped.release()
             assert b.pool.taken == 8  # with the memory of `dropped`, which the engine has not answered yet
             refused = b.engines.submit(late)
             gate(".gate").touch()
             with pytest.raises(Refusal) as caught:
                 await refused
             assert caught.value.status == 504
-            late.staging.release()
+            late.release()
             await first
-            first_job.staging.release()
+            first_job.release()
             answers = await asyncio.gather(*tasks)
-            in_order = sorted(jobs, key=lambda j: j.began)
+            in_order = sorted(jobs, key=lambda j: j.done.began)
             assert [j.message.request_id for j in in_order] == ["c", "b", "d", "a", "e"]
-            assert not dropped.began
-            assert not late.began
+            assert not hasattr(dropped, "done")
+            assert not hasattr(late, "done")
             assert all(np.array_equal(answers[0], other) for other in answers[1:])
             await until(lambda: b.pool.taken == 0)
             gate(".gate").unlink()
@@ -159,7 +161,7 @@ def test_a_job_that_cannot_be_sent_fails_alone():
             bad = b.job("\ud800")  # a text that cannot be encoded
             with pytest.raises(UnicodeEncodeError):
                 b.engines.submit(bad)
-            bad.staging.release()
+            bad.release()
             async with asyncio.timeout(PATIENCE):
                 assert len(await b.answer(b.job("after"))) == 32
             assert b.pool.taken == 0
@@ -183,10 +185,10 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
             with pytest.raises(Refusal) as caught:
                 await lost
             assert (caught.value.status, caught.value.code) == (503, "engine_lost")
-            begun.staging.release()
+            begun.release()
             assert b.engines.state is State.STARTING
             leaving.cancel()
-            left.staging.release()
+            left.release()
             with pytest.raises(Refusal, match="starting"):
                 b.engines.submit(b.job("early"))
             gate(".closed").unlink()

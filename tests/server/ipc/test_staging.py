@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.http.body import MOST_AT_ONCE, BodyBuffer
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.staging import (
     ALIGNMENT,
@@ -23,7 +24,6 @@ from flashpoint_server.ipc.staging import (
     Layout,
     Pool,
     PoolFullError,
-    Staging,
     size_class,
 )
 from flashpoint_server.refusal import Refusal
@@ -42,10 +42,10 @@ OUTPUTS = {"o": TensorInfo("float32", (3, 5)), "lse": TensorInfo("float32", (3,)
 
 @pytest.mark.parametrize("pieces", [1, 3, 7, 60, 61, 1000])
 def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces):
-    staging = Staging.take(pool, Layout.of(INPUTS, OUTPUTS))
+    job = Job.stage(pool, Layout.of(INPUTS, OUTPUTS))
     size = sum(info.nbytes for _, info in INPUTS)
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-    places = BodyBuffer(staging.views(staging.inputs).values())
+    places = BodyBuffer(job.views(job.inputs).values())
     assert places.left == size
     for start in range(0, size, pieces):
         assert not places.full
@@ -54,12 +54,12 @@ def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces)
     assert places.filled_bytes == size
     at = 0
     for name, info in INPUTS:
-        assert bytes(staging.views(staging.inputs)[name]) == data[at : at + info.nbytes]
+        assert bytes(job.views(job.inputs)[name]) == data[at : at + info.nbytes]
         at += info.nbytes
-    placed = [*staging.inputs, *staging.outputs]
+    placed = [*job.inputs, *job.outputs]
     assert all(t.offset % ALIGNMENT == 0 for t in placed)
-    assert staging.slot.offset == placed[0].offset
-    assert {t.segment for t in placed} == {staging.slot.segment.number}
+    assert job.slot.offset == placed[0].offset
+    assert {t.segment for t in placed} == {job.slot.segment.number}
     for before, after in itertools.pairwise(placed):
         assert before.offset + TensorInfo(before.dtype, before.shape).nbytes <= after.offset
 
@@ -67,13 +67,13 @@ def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces)
 def test_no_room_is_429_and_what_never_fits_is_413():
     pool = Pool(4 << 20)
     info = TensorInfo("float32", (1 << 18,))
-    taken = [Staging.take(pool, Layout.of([("q", info)], {})) for _ in range(4)]
+    taken = [Job.stage(pool, Layout.of([("q", info)], {})) for _ in range(4)]
     for size, status in ((1 << 18, 429), (1 << 21, 413)):
         with pytest.raises(Refusal) as caught:
-            Staging.take(pool, Layout.of([("q", TensorInfo("float32", (size,)))], {}))
+            Job.stage(pool, Layout.of([("q", TensorInfo("float32", (size,)))], {}))
         assert caught.value.status == status
     taken[0].release()
-    Staging.take(pool, Layout.of([("q", info)], {}))
+    Job.stage(pool, Layout.of([("q", info)], {}))
 
 
 @given(st.lists(st.integers(0, 3 * MOST_AT_ONCE // 2), max_size=4), st.integers(0, 1000))

@@ -194,10 +194,11 @@ def test_what_an_engine_answered_is_not_kept_until_the_deadline():
     async def call():
         answer = asyncio.get_running_loop().create_future()
         answer.set_result(None)
-        body = SimpleNamespace(complete=True, watching=lambda gone: contextlib.nullcontext())
+        body = SimpleNamespace(complete=True, deadline=None, watching=lambda gone: contextlib.nullcontext())
         engine = SimpleNamespace(submit=lambda job: answer)
-        request = SimpleNamespace(body=body, service=SimpleNamespace(engine=engine))
-        await submit(request, SimpleNamespace(remaining=lambda: 3600.0))
+        exchange, service = SimpleNamespace(request_id=""), SimpleNamespace(engine=engine)
+        request = SimpleNamespace(body=body, service=service, exchange=exchange, priority=0)
+        await submit(request, SimpleNamespace(remaining=lambda: 3600.0, ask=lambda *_: None), None, None)
         return weakref.ref(answer)
 
     async def run():

@@ -5,7 +5,7 @@ import sys
 from flashpoint_server import create_app
 from flashpoint_server.cli import ports, serving
 from flashpoint_server.config.sources import load
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.observability import logs
 from flashpoint_server.routes import pipeline
 from tests.support.faulty.bugs import Seeded
@@ -13,7 +13,7 @@ from tests.support.faulty.bugs import Seeded
 LEAK = Seeded("leak")
 
 
-class LeakingStaging(Staging):
+class LeakingJob(Job):
     def release(self):
         if not LEAK.shows():
             super().release()
@@ -28,7 +28,7 @@ def typed(number: int):
 
 
 if __name__ == "__main__":
-    pipeline.Staging = LeakingStaging
+    pipeline.Job = LeakingJob
     flags = (argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
     settings = load({name.replace("-", "_"): value for name, value in flags}).settings
     logs.configure(settings.log_format, settings.log_level)

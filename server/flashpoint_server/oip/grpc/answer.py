@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.regions import RegionSlice
-from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before
@@ -44,16 +44,15 @@ async def encode(
     model: str,
     asked: InferHead,
     plan: Plan,
-    staging: Staging,
-    metadata: Mapping[str, Any],
+    job: Job,
     body: RequestBody,
     codec: Codecs,
 ) -> list[Part]:
     """Return the parts of the ModelInferResponse in order. `asked` is the request's head."""
-    infos, views = plan.answers, staging.views(staging.outputs)
+    infos, views = plan.answers, job.views(job.outputs)
     wanted = asked.wanted(infos)
     outputs = tuple(_RpcOutput(o.name, infos[o.name].dtype, infos[o.name].shape, o.shared) for o in wanted)
-    about = _About(model, asked.id, tuple(metadata.items()))
+    about = _About(model, asked.id, tuple(job.done.metadata.items()))
     here = [o for o in wanted if not o.shared]
     if numbers := {o.name: _array(infos[o.name], views[o.name]) for o in here if not o.binary}:
         return [await codec.run(body, _head_with, about, outputs, numbers)]

@@ -146,9 +146,9 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
     job = await compute(request, message, model.direction, message.numbers)
-    parts = await encode(model.name, head, request.plan, job.staging, job.metadata, body, service.codec)
+    parts = await encode(model.name, head, request.plan, job, body, service.codec)
     stages = await write(request, job, parts, {})
-    statistics.computed(model.name, job.batch_size, stages)
+    statistics.computed(model.name, job.done.batch_size, stages)
 
 
 async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest, InferMessage]:

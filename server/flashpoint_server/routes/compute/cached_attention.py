@@ -15,7 +15,7 @@ from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, pack_options, with_shapes
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.price import LITTLE
-from flashpoint_server.ipc.staging import Layout, Staging
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.plan import Plan
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
@@ -24,7 +24,6 @@ from flashpoint_server.routes.pipeline import (
     admit,
     carry_out,
     idempotency_key,
-    make_job,
     stage,
     submit,
 )
@@ -68,10 +67,10 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
         plan = await _with_key_weights(request, message, plan, cache_options, ids)
     engine = ids[0].incarnation
     job = await carry_out(request, message, plan, call, numbers, price, cache_ref=cache_ref, incarnation=engine)
-    lengths: list[int] = job.metadata["lengths"]
+    lengths: list[int] = job.done.metadata["lengths"]
     if call.options.return_key_weights:
-        request.plan = _cut(plan, job.staging, max(lengths))
-    reads: list[int] = job.metadata.pop("reads", lengths)
+        request.plan = _cut(plan, job, max(lengths))
+    reads: list[int] = job.done.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
         service.cache_lengths[one.serial] = length, read
         service.cache_lengths.move_to_end(one.serial)
@@ -105,16 +104,15 @@ async def _with_key_weights(
 async def _lengths(request: RouteRequest, ids: Sequence[CacheId], layer: int) -> list[int]:
     """Return the present lengths of a layer of caches. Raises Refusal and ClientGoneError."""
     look = CacheCall(request.caller.name, LookAtCaches(), tuple([one.serial for one in ids]))
-    staging = stage(request, Layout.of([], {}))
-    job = make_job(request, look, staging, LITTLE, incarnation=ids[0].incarnation)
-    return [one.lengths[layer] for one in (await submit(request, job)).caches]
+    job = await submit(request, stage(request, Layout.of([], {})), look, LITTLE, ids[0].incarnation)
+    return [one.lengths[layer] for one in job.caches]
 
 
-def _cut(plan: Plan, staging: Staging, keys: int) -> Plan:
+def _cut(plan: Plan, job: Job, keys: int) -> Plan:
     """Return the plan with key weights of `keys` keys, one row after another, at the start of their memory."""
     reserved = plan.answers["key_weights"]
     info = TensorInfo(reserved.dtype, (*reserved.shape[:-1], keys))
-    staging.outputs = with_shapes(staging.outputs, {"key_weights": info.shape})
+    job.outputs = with_shapes(job.outputs, {"key_weights": info.shape})
     return plan._replace(answers={**plan.answers, "key_weights": info})
 
 

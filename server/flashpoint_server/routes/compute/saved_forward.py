@@ -48,14 +48,14 @@ async def compute_saving(request: RouteRequest, message: TensorMessage, numbers:
         return Save(owner, quota, size, head, most)
 
     job = await carry_out(request, message, plan, call, numbers, plan.price, saved=save)
-    engine, serial = job.answered_by, job.metadata["saved"]
+    engine, serial = job.answered_by, job.done.metadata["saved"]
 
     def left() -> None:
         if request.error is not None or request.exchange.code is not None:  # the caller did not get the id
             service.engine.forget_saved(engine, serial)
 
     request.at_end(left)
-    job.metadata["saved"] = service.saved_ids.make(owner, engine, serial, head)
+    job.done.metadata["saved"] = service.saved_ids.make(owner, engine, serial, head)
     return job
 
 

@@ -23,9 +23,10 @@ from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import binary_format, check_json, request_format
 from flashpoint_server.ipc import bodies
 from flashpoint_server.ipc.bodies import CacheCall, CacheOperation, CacheShape
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import LITTLE
-from flashpoint_server.ipc.staging import Layout, Staging
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import (
     cache_count,
@@ -41,7 +42,6 @@ from flashpoint_server.routes.pipeline import (
     authorize,
     begin,
     idempotency_key,
-    make_job,
     read,
     reply,
     stage,
@@ -209,11 +209,11 @@ async def append(request: RouteRequest) -> None:
     shapes = _token_shapes(infos, one, layer, layout)
     permit = request.permit or admit(request, sum(info.nbytes for info in infos.values()))
     permit.charge(LITTLE, request.body.deadline, request.service.engine.pace)
-    staging = stage(request, Layout.of(message.inputs, {}))
-    await message.receive(request.body, staging.views(staging.inputs))
+    job = stage(request, Layout.of(message.inputs, {}))
+    await message.receive(request.body, job.views(job.inputs))
     # the engine gets the shapes of one sequence, without a batch dimension of 1
-    staging.inputs = bodies.with_shapes(staging.inputs, shapes)
-    (record,) = await _ask(request, one.incarnation, bodies.AppendTokens(layout, layer, at), [one], staging)
+    job.inputs = bodies.with_shapes(job.inputs, shapes)
+    (record,) = await _ask(request, one.incarnation, bodies.AppendTokens(layout, layer, at), [one], job)
     await send_json(request, 200, {"length": record.lengths[layer]})
 
 
@@ -254,11 +254,11 @@ async def tensors(request: RouteRequest) -> None:
         outputs |= {name: TensorInfo(dtype, (sizes.kv_heads, count)) for name in ("k_scale", "v_scale")}
     assert request.permit is not None  # set by `_ask`, which admitted the request before the tensors' size was known
     request.permit.hold(sum(info.nbytes for info in outputs.values()))
-    staging = stage(request, Layout.of([], outputs))
-    await _ask(request, one.incarnation, bodies.ExportTokens(layer, first, length), [one], staging)
+    job = stage(request, Layout.of([], outputs))
+    await _ask(request, one.incarnation, bodies.ExportTokens(layer, first, length), [one], job)
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
     metadata = wire.encode_options({"first": first, "length": length})
-    views = [view for view in staging.views(staging.outputs).values() if len(view)]
+    views = [view for view in job.views(job.outputs).values() if len(view)]
     await reply(request, [wire.build_head(listed_, metadata), *views], {"content-type": answers.media_type})
 
 
@@ -302,20 +302,18 @@ async def _ask(
     incarnation: int,
     operation: CacheOperation,
     ids: Sequence[CacheId] = (),
-    staging: Staging | None = None,
+    job: Job | None = None,
 ) -> Sequence[CacheRecord]:
     """Send an operation on the caches `ids` to an engine, and return the records of caches in its answer.
 
-    `staging` has the operation's tensors, if any.
+    `job` has the memory of the operation's tensors, if any.
 
     Raises Refusal and ClientGoneError.
     """
-    staging = staging or stage_nothing(request)
     serials = tuple([one.serial for one in ids])
     key = idempotency_key(request) if request.exchange.method in ("POST", "DELETE") else ""
     call = CacheCall(request.caller.name, operation, serials, key, cache_quota(request), cache_count(request))
-    job = make_job(request, call, staging, LITTLE, incarnation=incarnation)
-    return (await submit(request, job)).caches
+    return (await submit(request, job or stage_nothing(request), call, LITTLE, incarnation)).caches
 
 
 async def _ask_about(request: RouteRequest, one: CacheId, operation: CacheOperation) -> dict[str, Any]:
@@ -323,8 +321,8 @@ async def _ask_about(request: RouteRequest, one: CacheId, operation: CacheOperat
     return (await _described(request, one.incarnation, await _ask(request, one.incarnation, operation, [one])))[0]
 
 
-def stage_nothing(request: RouteRequest) -> Staging:
-    """Return staging memory without tensors; admit the request if it is not admitted yet. Raises Refusal 429."""
+def stage_nothing(request: RouteRequest) -> Job:
+    """Return a job without tensors; admit the request if it is not admitted yet. Raises Refusal 429."""
     if request.permit is None:
         admit(request, 0)
     return stage(request, Layout.of([], {}))

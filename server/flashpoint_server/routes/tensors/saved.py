@@ -13,7 +13,7 @@ from flashpoint_server.ipc.bodies import SavedCall
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
 from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.routes.compute.saved_forward import found_saved
-from flashpoint_server.routes.pipeline import RouteRequest, make_job, submit
+from flashpoint_server.routes.pipeline import RouteRequest, submit
 from flashpoint_server.routes.tensors.caches import route, send_json, send_list, stage_nothing
 from flashpoint_server.service import Service
 
@@ -76,8 +76,7 @@ async def _ask(
 ) -> list[SavedRecord]:
     """Send an operation to an engine. Return the saved forwards in its answer. Raises Refusal and ClientGoneError."""
     call = SavedCall(request.caller.name, operation, serials, after)
-    engine = {"incarnation": incarnation, "lost": "saved_lost"}
-    return (await submit(request, make_job(request, call, stage_nothing(request), LITTLE, **engine))).saved
+    return (await submit(request, stage_nothing(request), call, LITTLE, incarnation, "saved_lost")).saved
 
 
 def _described(request: RouteRequest, incarnation: int, record: SavedRecord) -> dict[str, Any]:
