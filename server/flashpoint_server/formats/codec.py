@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashpoint_server.formats.codec_process import NUMBER, beside, pack, room, unpack
+from flashpoint_server.formats.codec_process import NUMBER, beside, numbers, pack, room, unpack
 from flashpoint_server.refusal import Refusal, out_of_time
 
 if TYPE_CHECKING:
@@ -208,11 +208,10 @@ class _Process:
         function, arguments = message
         for piece in pack((function, [beside(one) for one in arguments])):
             await loop.sock_sendall(self._sock, piece)
-        returned, value = unpack([await self._read(await self._number()) for _ in range(await self._number())])
+        (count,) = numbers(await self._read(NUMBER))
+        sizes = numbers(await self._read(NUMBER * count))
+        returned, value = unpack([await self._read(size) for size in sizes])
         return returned, value
-
-    async def _number(self) -> int:
-        return int(NUMBER.unpack(await self._read(NUMBER.size))[0])
 
     async def _read(self, size: int) -> memoryview:
         loop, place, done = asyncio.get_running_loop(), room(size), 0

@@ -1,8 +1,8 @@
 """The process for JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID --name NAME`.
 
 It makes the calls that codec.py sends on a stream socket, one after another, until the socket is closed. A message is a
-pickle with out-of-band buffers (PEP 574): the number of pieces, and then the size and the bytes of each piece. A call
-is (function, arguments); an answer is (whether the function returned, the value or the exception).
+pickle with out-of-band buffers (PEP 574): the number of pieces, the size of each, and then their bytes. A call is
+(function, arguments); an answer is (whether the function returned, the value or the exception).
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ import numpy as np
 from flashpoint_server.observability.lines import take_stderr
 from flashpoint_server.processes.parent import die_with_parent
 
-NUMBER = struct.Struct("<Q")  # the number of pieces of a message, or the size of a piece in bytes
+NUMBER = 8  # bytes of the number of pieces of a message, and of the size of each piece
 
 
 def pack(message: Any) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a message in the order of sending, without copying the memory of arrays."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(message, 5, buffer_callback=buffers.append)
-    yield NUMBER.pack(1 + len(buffers))
-    for piece in (memoryview(text), *(buffer.raw() for buffer in buffers)):
-        yield NUMBER.pack(piece.nbytes)
-        yield piece
+    arrays = [buffer.raw() for buffer in buffers]
+    sizes = [len(text), *[array.nbytes for array in arrays]]
+    yield struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes) + text
+    yield from arrays
+
+
+def numbers(packed: memoryview) -> tuple[int, ...]:
+    """Return the numbers that `packed` has, of NUMBER bytes each."""
+    return struct.unpack(f"<{len(packed) // NUMBER}Q", packed)
 
 
 def beside(value: Any) -> Any:
@@ -56,8 +61,9 @@ def _read(sock: socket.socket, size: int) -> memoryview:
     return place
 
 
-def _number(sock: socket.socket) -> int:
-    return int(NUMBER.unpack(_read(sock, NUMBER.size))[0])
+def _receive(sock: socket.socket) -> Any:
+    (count,) = numbers(_read(sock, NUMBER))
+    return unpack([_read(sock, size) for size in numbers(_read(sock, NUMBER * count))])
 
 
 def main() -> int:
@@ -71,7 +77,7 @@ def main() -> int:
     with socket.socket(fileno=flags.socket) as sock:
         while True:
             try:
-                function, arguments = unpack([_read(sock, _number(sock)) for _ in range(_number(sock))])
+                function, arguments = _receive(sock)
             except (EOFError, ConnectionError):
                 return 0
             try:
