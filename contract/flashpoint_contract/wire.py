@@ -35,6 +35,9 @@ _DTYPES = {
 _CODES = {name: code for code, (name, _) in _DTYPES.items()}
 ITEMSIZE = dict(_DTYPES.values())
 _LITERALS = frozenset(("true", "false", "null"))  # the only JSON that begins with a letter
+# json.dumps with other settings than its own makes an encoder for each call.
+_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+_short_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class WireError(ValueError):
@@ -146,7 +149,7 @@ def build_head(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapp
         stop = start + math.prod(shape) * ITEMSIZE[dtype]
         entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text = _short_json(entries).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if 8 + len(text) > HEAD_LIMIT:
         raise ValueError(f"a head of {8 + len(text)} bytes is over the limit of {HEAD_LIMIT}")
@@ -161,7 +164,7 @@ def encode_options(options: Mapping[str, Any]) -> dict[str, str]:
 def _encode(value: Any) -> str:
     if isinstance(value, str) and _decode(value) == value:
         return value
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+    return _json(value)
 
 
 def decode_options(metadata: Mapping[str, str]) -> dict[str, Any]:

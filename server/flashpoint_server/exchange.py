@@ -15,6 +15,12 @@ PARTS = ("decode", "queue", "compute", "encode")  # stages of a request; `decode
 _KEY = "flashpoint.exchange"
 FIELDS = "flashpoint.fields"  # key of `combined(headers)` in the ASGI scope; only our server (http/protocol.py) sets it
 _IDS_AT_ONCE = 256
+Field = tuple[bytes, bytes]  # a field of an answer's head: (name in lower case, value)
+REPLICA_FIELD = "x-flashpoint-replica"
+# A cache in front of the server must not store an answer: it may belong to one API key, or change at any time.
+_CACHING = (b"cache-control", b"no-store")
+_NO_GUESSING = (b"x-content-type-options", b"nosniff")  # browsers must not guess the media type
+HTTP_ALONE = frozenset(name.decode() for name, _ in (_CACHING, _NO_GUESSING))  # fields that gRPC's metadata do not have
 
 
 @dataclass(eq=False)
@@ -51,6 +57,19 @@ class Exchange:
     @staticmethod
     def of(scope: MutableMapping[str, Any]) -> Exchange:
         return cast(Exchange, scope[_KEY])
+
+    def answer_fields(self, given: Iterable[Field]) -> list[Field]:
+        """Return the header fields of the answer, whichever way it is sent: `given`, and those of every answer.
+
+        A Cache-Control in `given` replaces `no-store`. Only the files of the web page have one: they are the same for
+        all callers until the next version, and have a validator.
+        """
+        fields = [*given, _NO_GUESSING, (b"x-request-id", self.request_id.encode())]
+        if self.replica:
+            fields.append((REPLICA_FIELD.encode(), self.replica.encode()))
+        if b"cache-control" not in dict(fields):
+            fields.append(_CACHING)
+        return fields
 
 
 def _random_ids() -> Iterator[str]:

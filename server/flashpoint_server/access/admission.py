@@ -139,9 +139,13 @@ class Admission:
     def permit(self, nbytes: int, quota: Quota | None = None, waiting_since: WaitingSince = _never) -> Permit:
         """Admit a request with `nbytes` of tensors. Raises Refusal 429."""
         permit = Permit(self, nbytes, quota, waiting_since)
-        self._enter(permit)
+        self._inside[permit] = None
+        self._requests[self._column] += 1
+        self._bytes[self._column] += nbytes
         try:
-            self._check(nbytes)
+            if (others := int(sum(self._requests)) - 1) >= self._requests_limit:
+                raise Refusal("queue_full", f"the queue is full: it has {others} requests, its limit")
+            self._check_bytes(others, nbytes)
             if quota is not None:  # last, so that a request refused for another reason costs the key nothing
                 quota.enter(nbytes)
         except Refusal:
@@ -149,13 +153,8 @@ class Admission:
             raise
         return permit
 
-    def _check(self, nbytes: int) -> None:
-        """Raise Refusal 429 if the queue exceeds a limit. The new request is already counted."""
-        if (others := int(sum(self._requests)) - 1) >= self._requests_limit:
-            raise Refusal("queue_full", f"the queue is full: it has {others} requests, its limit")
-        self._check_bytes(others, nbytes)
-
     def _check_bytes(self, others: int, nbytes: int) -> None:
+        """Raise Refusal 429 if the queue has too many bytes with the `nbytes` of a request that is already counted."""
         # Admit a request of any size if there is no other: its body is within the body limits.
         if others and (inside_bytes := int(sum(self._bytes))) > self._bytes_limit:
             inside_bytes -= nbytes
@@ -163,11 +162,6 @@ class Admission:
                 "queue_full",
                 f"the queue is full: its requests hold {in_bytes(inside_bytes)}, and this one needs {in_bytes(nbytes)}",
             )
-
-    def _enter(self, permit: Permit) -> None:
-        self._inside[permit] = None
-        self._requests[self._column] += 1
-        self._bytes[self._column] += permit.nbytes
 
     def _exit(self, permit: Permit) -> None:
         del self._inside[permit]

@@ -64,7 +64,7 @@ def binary_format(headers: Mapping[str, str]) -> Format:
 def _preferred(headers: Mapping[str, str], offered: tuple[Format, ...]) -> Format | None:
     """Return the first format of the best quality; None if Accept allows no format."""
     accept = headers.get("accept", "")
-    if accept in ("*/*", offered[0].media_type) or not (ranges := _ranges(accept)):
+    if accept in ("", "*/*", offered[0].media_type) or not (ranges := _ranges(accept)):
         return offered[0]
     best = max(offered, key=lambda one: _quality(one.media_type, ranges))
     return best if _quality(best.media_type, ranges) > 0 else None

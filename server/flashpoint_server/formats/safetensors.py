@@ -104,7 +104,7 @@ class Safetensors(Format):
             head = wire.build_head(tensors, wire.encode_options(metadata))
             if of_plan:
                 plan.heads[kernel] = head
-        return [head, *(views[name] for name in plan.answers if len(views[name]))]
+        return [head, *[views[name] for name in plan.answers if len(views[name])]]
 
 
 _OF_PLAN = {"backend", "kernel"}  # metadata that is the same in all answers of a plan

@@ -17,7 +17,6 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.loop import Loop
 from flashpoint_server.observability.metrics import Metrics
@@ -211,6 +210,6 @@ def _written(refusal: Refusal, exchange: Exchange) -> tuple[bytes, int]:
     """Return the bytes of an error answer with `Connection: close`, and the size of its body."""
     media_type, body = exchange.write_refusal(refusal, exchange.request_id)
     given = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers, "Connection": "close"}
-    fields = answer_fields(exchange, ((name.lower().encode(), value.encode()) for name, value in given.items()))
+    fields = exchange.answer_fields(((name.lower().encode(), value.encode()) for name, value in given.items()))
     head = b"".join(b"%s: %s\r\n" % field for field in fields)
     return b"%s%s\r\n%s" % (STATUS_LINE[refusal.status], head, body), len(body)

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.body import ClientGoneError
-from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import STATUS, Refusal, Writer
 
@@ -82,7 +81,7 @@ class Envelope:
         async def stamped_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = answer_fields(exchange, message.get("headers", ()))
+                message["headers"] = exchange.answer_fields(message.get("headers", ()))
             else:
                 exchange.bytes_out += len(message.get("body", b""))
             await send(message)

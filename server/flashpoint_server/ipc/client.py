@@ -383,7 +383,8 @@ class Engines:
     @property
     def device(self) -> DeviceInfo | None:
         """The device of the ready engines, which are all of one kind; None if no engine is ready."""
-        return next((engine.device for engine in self._ready()), None)
+        ready = self._ready()
+        return ready[0].device if ready else None
 
     @property
     def waiting_seconds(self) -> float:
@@ -413,16 +414,15 @@ class Engines:
         If the caller cancels the future or sets it, the engine is told to drop the job. The future or this call raises
         Refusal.
         """
-        self._check_ready()
+        ready = self._check_ready()
         job.queued = time.perf_counter()
         job.answer, job.since = asyncio.get_running_loop().create_future(), time.monotonic()
-        self._send(job)
+        self._send(job, ready)
         return job.answer
 
     def least_loaded(self, load: Callable[[Engine], int]) -> Engine:
         """Return the ready engine with the smallest `load`. Raises Refusal."""
-        self._check_ready()
-        return min(self._ready(), key=load)
+        return min(self._check_ready(), key=load)
 
     @property
     def stopped(self) -> bool:
@@ -459,13 +459,15 @@ class Engines:
         holdings = [Holding(0, 0), *(engine.holding for engine in self._engines)]
         return Holding(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, holdings), strict=True)))
 
-    def _check_ready(self) -> None:
-        if not self._ready():
-            code = "draining" if self.state is State.STOPPED else "not_ready"
-            raise Refusal(code, f"the engine is {self.state.value}")
+    def _check_ready(self) -> list[Engine]:
+        """Return the ready engines. Raises Refusal 503 if there are none."""
+        if ready := self._ready():
+            return ready
+        code = "draining" if self.state is State.STOPPED else "not_ready"
+        raise Refusal(code, f"the engine is {self.state.value}")
 
-    def _send(self, job: Job) -> None:
-        able = [engine for engine in self._ready() if job.incarnation in (0, engine.incarnation)]
+    def _send(self, job: Job, ready: list[Engine]) -> None:
+        able = [engine for engine in ready if job.incarnation in (0, engine.incarnation)]
         if not able:
             if job.message.body.serials:
                 refusal = Refusal(job.lost, "the engine that held it restarted")
@@ -488,7 +490,7 @@ class Engines:
             self._refuse_waiting("engine_lost", "no engine can work on this machine: see the log")
         while self._waiting_jobs and self.state is State.READY:
             if not (job := self._waiting_jobs.popleft()).answer.done():
-                self._send(job)
+                self._send(job, self._ready())
 
     def _refuse_waiting(self, code: str, detail: str) -> None:
         while self._waiting_jobs:

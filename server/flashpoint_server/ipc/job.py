@@ -97,7 +97,8 @@ class Job:
 
     def index(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the values of the index tensors, which are always in the slot; empty if there are none."""
-        index = [t for t in self.inputs if t.name in INDEX_TENSORS]
+        if not (index := [t for t in self.inputs if t.name in INDEX_TENSORS]):
+            return {}
         return {t.name: np.frombuffer(view, t.dtype) for t, view in zip(index, self.views(index).values(), strict=True)}
 
     def hold(self) -> None:

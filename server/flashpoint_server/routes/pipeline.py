@@ -28,7 +28,6 @@ from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
 from flashpoint_server.formats.negotiation import formats
 from flashpoint_server.http.body import MOST_AT_ONCE, ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import send_refusal
-from flashpoint_server.http.fields import answer_fields
 from flashpoint_server.ipc.bodies import AttentionCall, Body, CacheRef, Recall, Save
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -243,7 +242,7 @@ async def carry_out(
     service, body, spec = request.service, request.body, plan.spec
     request.plan = plan
     text = list(numbers(plan))
-    if (size := sum(info.nbytes for info in text)) > (limit := service.settings.json_limit):
+    if text and (size := sum([info.nbytes for info in text])) > (limit := service.settings.json_limit):
         raise Refusal(
             "work_too_large",
             f"a JSON answer of {in_bytes(size)} exceeds the limit of {in_bytes(limit)}: request a binary answer",
@@ -305,18 +304,19 @@ async def write(request: RouteRequest, job: Job, parts: list[Part], fields: Mapp
     done = job.done
     marks = exchange.marks = exchange.arrived, job.queued, done.began, done.ended, time.perf_counter()
     stages = {name: end - start for name, start, end in zip(PARTS, marks, marks[1:], strict=False)}
-    durations = {name: round(seconds * 1000, 3) for name, seconds in stages.items()}
+    timing = []
+    for name, seconds in stages.items():
+        exchange.facts[f"{name}_ms"] = ms = round(seconds * 1000, 3)
+        timing.append(f"{name};dur={ms}")
     stages["copy_in"], stages["copy_out"] = done.copy_in, done.copy_out
     stages["compute"] -= done.copy_in + done.copy_out
-    for name, ms in durations.items():
-        exchange.facts[f"{name}_ms"] = ms
     exchange.facts["batch_size"], exchange.launch = done.batch_size, done.launch
     headers = {
         **fields,
         "x-backend": request.plan.backend,
         **({"x-kernel": kernel} if (kernel := done.metadata.get("kernel")) else {}),
         "x-batch-size": str(done.batch_size),
-        "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),
+        "server-timing": ", ".join(timing),
     }
     await reply(request, parts, headers)
     request.service.metrics.took(stages)
@@ -344,7 +344,7 @@ async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, s
         raise ClientGoneError
     exchange.status, exchange.bytes_out = 200, size
     patience = settings.body_timeout + size / settings.body_rate
-    if not await direct.answer(answer_fields(exchange, raw), parts, patience):
+    if not await direct.answer(exchange.answer_fields(raw), parts, patience):
         exchange.code = "answer_timeout"
 
 

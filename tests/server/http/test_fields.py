@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.fields import HTTP_ALONE, REPLICA_FIELD, answer_fields
+from flashpoint_server.exchange import HTTP_ALONE, REPLICA_FIELD, Exchange
 from tests.support.messages import JSON, ask, post, reply, small
 from tests.support.raw_http import one, talk
 from tests.support.sockets import connect
@@ -55,7 +54,7 @@ def test_answers_that_are_sent_in_other_ways_have_the_fields(server, strict):
 
 def test_a_replica_is_named_and_only_a_field_of_the_answer_itself_replaces_no_store():
     exchange = Exchange("GET", "/", {}, "an-id", replica="a")
-    plain = dict(answer_fields(exchange, [(b"x", b"y")]))
+    plain = dict(exchange.answer_fields([(b"x", b"y")]))
     assert plain[REPLICA_FIELD.encode()] == b"a"
     assert {plain[name.encode()] for name in HTTP_ALONE} == {b"no-store", b"nosniff"}
-    assert dict(answer_fields(exchange, [(b"cache-control", b"no-cache")]))[b"cache-control"] == b"no-cache"
+    assert dict(exchange.answer_fields([(b"cache-control", b"no-cache")]))[b"cache-control"] == b"no-cache"

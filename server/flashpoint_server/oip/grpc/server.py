@@ -19,9 +19,8 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp, Message
 
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.exchange import HTTP_ALONE, Exchange
 from flashpoint_server.http.envelope import Envelope
-from flashpoint_server.http.fields import HTTP_ALONE
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
 from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, MessageBody, infer_grpc

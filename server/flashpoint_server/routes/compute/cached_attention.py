@@ -39,7 +39,7 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
     assert cache_options is not None
     ids = await found_caches(request, cache_options.caches)
     layer = _layer(cache_options, ids)
-    writes = any(name == "k" for name, _ in message.inputs)
+    writes = "k" in dict(message.inputs)
     if writes and len(cache_options.caches) > 1 and len(set(cache_options.caches)) < len(cache_options.caches):
         raise invalid([("caches", "contains a cache twice, but the call writes to it")])
     if cache_options.at is not None and not writes:
@@ -93,7 +93,7 @@ async def _with_key_weights(
     if request.permit is None:
         admit(request, Layout.of(message.inputs, outputs).nbytes)
     ends = cache_options.at or await _lengths(request, ids, cache_options.layer)
-    new = spec.q_len if any(name == "k" for name, _ in message.inputs) else 0
+    new = spec.q_len if "k" in dict(message.inputs) else 0
     outputs["key_weights"] = key_weights_info(spec, max(ends) + new)
     assert request.permit is not None
     request.permit.hold(outputs["key_weights"].nbytes)
