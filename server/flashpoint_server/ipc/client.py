@@ -16,7 +16,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -223,48 +222,47 @@ class Engine:
 
     def _hear(self) -> None:
         assert self._channel is not None
-        with suppress(BlockingIOError):
-            while True:
-                try:
-                    message, _ = self._channel.receive()
-                except EOFError:
-                    self._died()
-                    return
-                match message:
-                    case Done() | Failed() | Verified() | CallReply():
-                        self._settle(message)
-                    case Hello() if (old := self.device) is not None and message.device.name != old.name:
-                        # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
-                        self.failure = (
-                            f"the engine's restart changed its device from {old.name} to {message.device.name}"
-                        )
-                        self.state = State.FAILED
-                    case Hello():
-                        self.device, self._pid, self.state = message.device, message.pid, State.READY
-                        self.incarnation = message.incarnation
-                        log.info("ready", **message.device.logged)
-                        self._ready()
-                    case Broken():
-                        self.state, self.failure = State.FAILED, message.reason
-                    case VerifyProgressed():
-                        job = self._sent[message.id]
-                        if job.progress is not None and not job.answer.done():
-                            job.progress(message.progress)
-                    case JobOpened() | JobEvent() | JobDropped():
-                        for listener in self._listeners:
-                            listener.heard(self, message)
-                    case Holding():
-                        self.holding = message
-                        for listener in self._listeners:
-                            listener.holding_changed(self, message)
-                    case AnswerVerified():
-                        for listener in self._listeners:
-                            listener.verified(message)
-                    case Withdraw():
-                        for listener in self._listeners:
-                            listener.withdraw(message.wrong)
-                    case Unmapped():
-                        self._attached.discard(message.segment)
+        while True:
+            try:
+                message, _ = self._channel.receive()
+            except BlockingIOError:
+                return
+            except EOFError:
+                self._died()
+                return
+            match message:
+                case Done() | Failed() | Verified() | CallReply():
+                    self._settle(message)
+                case Hello() if (old := self.device) is not None and message.device.name != old.name:
+                    # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
+                    self.failure = f"the engine's restart changed its device from {old.name} to {message.device.name}"
+                    self.state = State.FAILED
+                case Hello():
+                    self.device, self._pid, self.state = message.device, message.pid, State.READY
+                    self.incarnation = message.incarnation
+                    log.info("ready", **message.device.logged)
+                    self._ready()
+                case Broken():
+                    self.state, self.failure = State.FAILED, message.reason
+                case VerifyProgressed():
+                    job = self._sent[message.id]
+                    if job.progress is not None and not job.answer.done():
+                        job.progress(message.progress)
+                case JobOpened() | JobEvent() | JobDropped():
+                    for listener in self._listeners:
+                        listener.heard(self, message)
+                case Holding():
+                    self.holding = message
+                    for listener in self._listeners:
+                        listener.holding_changed(self, message)
+                case AnswerVerified():
+                    for listener in self._listeners:
+                        listener.verified(message)
+                case Withdraw():
+                    for listener in self._listeners:
+                        listener.withdraw(message.wrong)
+                case Unmapped():
+                    self._attached.discard(message.segment)
 
     def _settle(self, message: Done | Failed | Verified | CallReply) -> None:
         if isinstance(message, CallReply):
