@@ -275,7 +275,7 @@ class _Judgement:
             self.done += 1
             if coming and case is coming[0]:
                 del coming[0]
-                trial.prepare(each for each in coming[:AHEAD] if trial.affordable(each))
+                trial.prepare(coming[:AHEAD])
             if (reason := trial.signature.refuses(case)) is not None:
                 self.skip(", ".join(sorted(case.options)) or "shape", reason)
                 continue

@@ -157,9 +157,9 @@ class Trial:
         return None if self.signature.refuses(case) is not None else case
 
     def prepare(self, cases: Iterable[Case]) -> None:
-        """Start to compute the exact answers of coming cases, while the function runs another case."""
+        """Start to compute the exact answers of coming cases that fit, while the function runs another case."""
         for case in cases:
-            if case not in self.ahead:
+            if case not in self.ahead and self.affordable(case):
                 self.ahead[case] = self.pool.submit(self._prepared, case)
 
     def _prepared(self, case: Case) -> tuple[Call, Exact]:
