@@ -204,7 +204,7 @@ def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
     result = work.perform(device, whole)
     assert (result["ms"], result["bytes"]) == (1.0, 2 * 2 * 2 * 40 * 2 * 16)
     assert work.perform(device, replace(whole, backend="flashinfer", page=16))["skipped"].startswith("flashinfer")
-    monkeypatch.setitem(decode._MAKERS, "triton", lambda task, cache: lambda: torch.zeros_like(cache.q[:, 0]))
+    monkeypatch.setattr(decode, "attention", lambda q, *_, **__: torch.zeros_like(q))
     wrong = work.perform(device, whole)
     assert (wrong["ms"], wrong["wrong_by"]) == (None, pytest.approx(1, abs=0.01))
 
@@ -219,14 +219,24 @@ class Counted(torch.Tensor):
         return super().tolist()
 
 
-def test_a_timed_call_over_pages_reads_no_lengths_from_the_device(device: StandIn) -> None:
+def test_a_timed_call_over_pages_reads_no_lengths_from_the_device(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a call read the lengths, it would wait for the device, and its time would include work of the host."""
     task = Decode("triton", 2, 4, 2, 40, 16, page=16)
     cache = decode.make_cache(device, task)
-    call = decode._ours(task, replace(cache, lengths=cache.lengths.as_subclass(Counted)))
-    before = Counted.reads
-    assert torch.equal(call(), decode._ours(task, cache)())
-    assert Counted.reads == before
+    counted, reads = replace(cache, lengths=cache.lengths.as_subclass(Counted)), []
+
+    def milliseconds(_: StandIn, call: Any) -> list[float]:
+        before = Counted.reads
+        call()
+        reads.append(Counted.reads - before)
+        return [1.0]
+
+    monkeypatch.setattr(decode, "make_cache", lambda *_: counted)
+    monkeypatch.setattr(StandIn, "milliseconds", milliseconds)
+    assert work.perform(device, task)["ms"] == 1.0
+    assert (reads, Counted.reads > 0) == ([0], True)
 
 
 def test_a_time_with_the_hosts_in_it_is_no_row(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,19 +110,19 @@ class Twin:
     """An `AsyncClient` with blocking methods, so that one synchronous test can run with both kinds of client."""
 
     def __init__(self, *args, **settings):
-        self._client = flashpoint.AsyncClient(*args, **settings)
-        self._loop = asyncio.new_event_loop()
+        self.client = flashpoint.AsyncClient(*args, **settings)
+        self.loop = asyncio.new_event_loop()
 
     def __getattr__(self, name):
-        method = getattr(self._client, name)
-        return lambda *args, **keywords: self._loop.run_until_complete(method(*args, **keywords))
+        method = getattr(self.client, name)
+        return lambda *args, **keywords: self.loop.run_until_complete(method(*args, **keywords))
 
     def close(self):
-        if not self._loop.is_closed():
-            self._loop.run_until_complete(self._client.aclose())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # as asyncio.run does
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
+        if not self.loop.is_closed():
+            self.loop.run_until_complete(self.client.aclose())
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())  # as asyncio.run does
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
 
 
 @pytest.fixture(params=[flashpoint.Client, Twin], ids=["sync", "async"])
@@ -179,7 +179,7 @@ def reach(connect):
     def reach(*args, **settings):
         client = connect(*args, **settings)
         if not isinstance(client, flashpoint.Client):
-            client.benchmark_run = client._client.benchmark_run
+            client.benchmark_run = client.client.benchmark_run
         return client
 
     return reach

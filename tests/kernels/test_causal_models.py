@@ -204,7 +204,7 @@ def test_a_model_without_sdpa_whose_attention_does_more_is_refused(written: Any)
     with pytest.raises(
         ProblemError, match=r"OwnModel does not support 'sdpa', .* uses module.temperature, which is not"
     ):
-        module.OwnModel._from_config(PreTrainedConfig(), attn_implementation=NAME)
+        module.OwnModel(PreTrainedConfig(attn_implementation=NAME))
 
 
 @pytest.mark.parametrize("sdpa", [True, False])
@@ -213,13 +213,11 @@ def test_without_a_mask_a_model_without_sdpa_sees_all_keys_as_in_eager(written: 
 
     module = written(f"own_model_{sdpa}", factor="scaling", sdpa=str(sdpa))
     x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
-    made = [module.OwnModel._from_config(PreTrainedConfig(), attn_implementation=name)(x) for name in ("eager", NAME)]
+    models = [module.OwnModel(PreTrainedConfig(attn_implementation=name)) for name in ("eager", NAME)]
+    made = [model(x) for model in models]
     assert torch.allclose(*made, atol=1e-5) == (not sdpa)  # with `sdpa`, is_causal stands for the mask
     mask = torch.zeros(1, 1, 5, 5).masked_fill_(torch.ones(5, 5).triu(1).bool(), torch.finfo(torch.float32).min)
-    made = [
-        module.OwnModel._from_config(PreTrainedConfig(), attn_implementation=name)(x, mask) for name in ("eager", NAME)
-    ]
-    torch.testing.assert_close(*made)
+    torch.testing.assert_close(*[model(x, mask) for model in models])
 
 
 def test_dropout_of_a_module_in_evaluation_is_none(written: Any) -> None:

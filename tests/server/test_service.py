@@ -14,13 +14,16 @@ from flashpoint_server.service import Service
 DEVICE = DeviceInfo("cpu", "a processor", 1 << 30, ("cpu",), 1e9)
 
 
+def ready(engine):
+    engine.state, engine.device = State.READY, DEVICE
+
+
 def with_engine(settings):
     """Return a service whose engine counts as ready, although no engine process runs."""
     service = Service(settings, WorkerGroup())
-    engines = service.engine
-    engine = Engine(b"none", engines._resume, engines._keep, [])
-    engine.state, engine.device = State.READY, DEVICE
-    engines._engines = [engine]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Engine, "connect", ready)
+        service.engine.connect([b"none"])
     return service
 
 

@@ -64,7 +64,8 @@ def test_forks_and_deletions_name_their_caches(scripted, cache):
     assert (copy.id, copy.replica) == ("c2", "r7")
     assert json.loads(scripted.requests[-1][3]) == {"caches": ["c1"], "lengths": [2], "free": []}
     scripted.script.append(lambda handler: handler.answer(204, media=""))
-    cache._client.delete_caches([cache, copy])
+    with flashpoint.Client(scripted.url) as client:
+        client.delete_caches([cache, copy])
     assert json.loads(scripted.requests[-1][3]) == {"caches": ["c1", "c2"]}
     scripted.script.append(lambda handler: handler.problem(404, "cache_lost"))
     copy.delete()  # the cache is gone already, and no error is raised

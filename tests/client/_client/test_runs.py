@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("delays")
 
 
 def awaited(client, value):
-    return value if isinstance(client, flashpoint.Client) else client._loop.run_until_complete(value)
+    return value if isinstance(client, flashpoint.Client) else client.loop.run_until_complete(value)
 
 
 def test_a_benchmark_is_submitted_watched_and_done(scripted, reach):

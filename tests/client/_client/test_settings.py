@@ -1,5 +1,6 @@
 """A client's settings are checked, no text shows its API key or password, and its copies have separate connections."""
 
+import asyncio
 import copy
 import io
 import pickle
@@ -34,14 +35,14 @@ def test_the_longest_timeout_is_taken(scripted, connect):
     assert np.array_equal(connect(scripted.url, timeout=1_000_000).attention(Q, Q, Q), Q)
 
 
-@pytest.mark.parametrize("client_class", [flashpoint.Client, flashpoint.AsyncClient])
-def test_a_client_reads_its_server_and_its_key_from_the_environment(client_class, monkeypatch):
-    assert client_class().url == "http://localhost:8000"
-    monkeypatch.setenv("FLASHPOINT_URL", "http://there:9000")
+def test_a_client_reads_its_server_and_its_key_from_the_environment(scripted, connect, monkeypatch):
+    assert flashpoint.Client().url == flashpoint.AsyncClient().url == "http://localhost:8000"
+    monkeypatch.setenv("FLASHPOINT_URL", scripted.url)
     monkeypatch.setenv("FLASHPOINT_API_KEY", "secret")
-    assert (client_class().url, client_class()._http.headers["authorization"]) == ("http://there:9000", "Bearer secret")
-    assert client_class("http://here", api_key="own")._http.headers["authorization"] == "Bearer own"
-    assert "authorization" not in client_class(api_key="")._http.headers
+    for settings in ({}, {"api_key": "own"}, {"api_key": ""}):
+        connect(**settings).attention(Q, Q, Q)
+    keys = [headers["Authorization"] for _, _, headers, _ in scripted.requests]
+    assert keys == ["Bearer secret", "Bearer own", None]
 
 
 CLIENTS = [
@@ -136,21 +137,31 @@ def test_a_key_and_a_password_in_the_url_are_refused(kind):
 
 X = np.zeros((1, 1, 2, 4), np.float32)
 KEY = "S3cretKey"
+SIZES = {"layers": 1, "kv_heads": 1, "head_dim": 4}
 
 
 def copies(value):
     return {"deepcopy": copy.deepcopy(value), "copy": copy.copy(value), "pickle": pickle.loads(pickle.dumps(value))}
 
 
+async def refused(client):
+    """Ask for a cache, which the server refuses, then close the client."""
+    with pytest.raises(flashpoint.OverloadedError):
+        await client.cache(**SIZES) if isinstance(client, flashpoint.AsyncClient) else client.cache(**SIZES)
+    await client.aclose() if isinstance(client, flashpoint.AsyncClient) else client.close()
+
+
 @pytest.mark.parametrize("kind", [flashpoint.Client, flashpoint.AsyncClient])
-def test_a_copy_has_the_settings_and_connections_of_its_own(kind):
-    client = kind("http://host.example:81/below", timeout=7.0, retries=2, replica="r1")
-    for other in copies(client).values():
+def test_a_copy_has_the_settings_and_connections_of_its_own(kind, scripted, delays, timed_waits):
+    client = kind(f"{scripted.url}/below", timeout=7.0, retries=2, replica="r1")
+    for other in (*copies(client).values(), client):
         assert type(other) is kind
-        assert other._http is not client._http
-        assert other._own is not client._own
-        copied = other.url, other._timeout, other._retries, other._replica
-        assert copied == ("http://host.example:81/below", 7.0, 2, "r1")
+        scripted.script.extend([lambda handler: handler.problem(429)] * 3)
+        asyncio.run(refused(other))  # and closes its connections, not those of the next one
+    assert len(scripted.requests) == 4 * 3
+    asked = {(path, head["X-Flashpoint-Replica"], head["X-Timeout-Ms"]) for _, path, head, _ in scripted.requests}
+    assert asked == {("/below/caches", "r1", "7000")}
+    assert scripted.connections == 4
 
 
 def test_a_copy_calls_and_outlives_the_original(scripted):

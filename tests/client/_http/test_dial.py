@@ -4,11 +4,12 @@ import contextlib
 import socket
 import threading
 
+import httpx
 import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint._http import connection, dial
+from flashpoint._http import connection, dial, drive
 from tests.support.framed import Q, echo
 from tests.support.proxies import ProxyServer
 
@@ -157,6 +158,7 @@ def test_a_name_without_an_address_is_a_failed_connection(connect, names, host):
         connect(f"http://{host}:1", retries=0).attention(Q, Q, Q)
 
 
-def test_families_take_turns():
-    addresses = [dial.Address(family, 1, 6, "", number) for number, family in enumerate([10, 10, 10, 2, 2])]
-    assert [each.address for each in dial._interleaved(addresses)] == [0, 3, 1, 4, 2]
+def test_families_take_turns(names):
+    names({"five.example": [(host, 1) for host in ("::1", "::2", "::3", "127.0.0.1", "127.0.0.2")]})
+    found = [each.address[0] for each in drive.run(dial.resolve("five.example", 1), None, httpx.ConnectTimeout)]
+    assert found == ["::1", "127.0.0.1", "::2", "127.0.0.2", "::3"]

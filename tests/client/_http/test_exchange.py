@@ -46,21 +46,20 @@ def test_a_retry_whose_wait_ends_before_the_deadline_is_made(left):
     assert len(waits) > 1
 
 
-def test_retry_after_may_be_a_date(monkeypatch):
-    monkeypatch.setattr(exchange, "time", SimpleNamespace(time=lambda: 1_000_000_000.0))
-    assert exchange._retry_after({"retry-after": "Sun, 09 Sep 2001 01:47:10 GMT"}) == 30
-    assert exchange._retry_after({"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}) == 0
-    assert exchange._retry_after({"retry-after": "soon"}) is None
-
-
 @pytest.mark.parametrize(
     ("value", "seconds"),
-    [("9" * 400, 1_000_000), ("99999999999", 1_000_000), ("-5", None), ("1e999", None), ("inf", None), ("nan", None),
+    [("Sun, 09 Sep 2001 01:47:10 GMT", 30), ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("soon", None),
+     ("9" * 400, 1_000_000), ("99999999999", 1_000_000), ("-5", None), ("1e999", None), ("inf", None), ("nan", None),
      ("²", None), ("", None), ("Fri, 31 Dec 9999 23:59:59 GMT", 1_000_000), ("Mon, 01 Jan 0001 00:00:00 +1400", None),
      ("Mon, 99 Foo 99999999999999999999 00:00:00 GMT", None), ("Sun, 06 Nov 1994 08:49:37 -9999", None)],
 )  # fmt: skip
-def test_a_retry_after_of_any_text_is_a_wait_that_can_be_slept_or_none(value, seconds):
-    wait = exchange._retry_after({"retry-after": value})
+def test_a_retry_after_of_any_text_is_a_wait_that_can_be_slept_or_none(scripted, monkeypatch, value, seconds):
+    now = SimpleNamespace(time=lambda: 1_000_000_000.0, monotonic=time.monotonic)
+    monkeypatch.setattr(exchange, "time", now)
+    scripted.script.append(lambda h: h.problem(503, Retry_After=value))
+    with flashpoint.Client(scripted.url, retries=0) as client, pytest.raises(flashpoint.OverloadedError) as info:
+        client.info()
+    wait = info.value.retry_after
     assert wait == seconds or (value.startswith(("Mon, 01", "Sun, 06")) and wait in (0.0, None))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import signal
 import threading
 
 import httpx
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 import flashpoint
+from flashpoint._calls.service import lookup
 from flashpoint._http import dial
 from flashpoint._shards.rounds import Threads
+from flashpoint._shards.spread import PartCall, Round
 from tests.support.forks import BESIDE_JAX, Child, in_child
 from tests.support.proxies import ProxyServer
 from tests.support.raw_server import read_request
@@ -167,13 +170,25 @@ def test_a_call_that_another_thread_makes_during_the_fork_is_unharmed(raw, async
 
 
 def test_locks_that_are_held_during_the_fork_do_not_stop_the_child(scripted, connect):
-    client = connect(scripted.url)
-    threads = Threads([])
-    threads._pool.submit(int).result()  # starts a thread, which the child lacks
-    with dial._lookups._lock, threads._lock:
-        assert in_child(lambda: (wrong(client, 0), threads._pool.submit(int).result(60))) == (0, 0)
-        assert in_child(lambda: threads._lock.acquire(timeout=0))
-    threads.close()
+    scripted.script.extend([lambda handler: handler.answer(body=b"{}", media="application/json")] * 4)
+    client, both = connect(scripted.url), Round([PartCall(number, lookup("/a")) for number in (0, 1)])
+
+    def child():
+        signal.alarm(60)
+        return threads.run(asking()), wrong(client, 0)
+
+    def asking():
+        return (yield both)
+
+    def forking():  # `run` holds its lock, and has started threads, which the child lacks
+        yield both
+        with dial._lookups._lock:
+            return in_child(child)
+
+    with flashpoint.Client(scripted.url) as one:
+        threads = Threads([one, one])
+        assert threads.run(forking()) == ([{}, {}], 0)
+        threads.close()
 
 
 def test_a_pool_of_processes(scripted):

@@ -30,7 +30,7 @@ def heard(client, *arguments, seen=lambda event: None):
         for event in run.events(*arguments):
             take(event)
     else:
-        client._loop.run_until_complete(listen())
+        client.loop.run_until_complete(listen())
     return ids
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flashpoint_kernels import ProblemError, attention
 from flashpoint_kernels.operators import plain
+from tests.support.kernels.routes import forget
 from tests.support.kernels.solving import MEMORY, normal, qkv, restrided
 
 
@@ -111,13 +113,16 @@ def test_a_call_after_one_in_another_memory_form_reads_its_own_tensors(name: str
             assert torch.equal(actual, right), (memory, n)
 
 
-def test_a_plain_call_has_a_route() -> None:
+def test_a_plain_call_has_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(2, 2, 16, 20, 64, torch.float32, "bhsd")
-    plain._route.cache_clear()
+    forget()
+    planned, made = Mock(wraps=plain.plan), Mock(wraps=plain.Route)
+    monkeypatch.setattr(plain, "plan", planned)
+    monkeypatch.setattr(plain, "Route", made)
     attention(q, k, v)
+    plans = planned.call_count
     attention(q, k, v)
-    info = plain._route.cache_info()
-    assert (info.misses, info.hits) == (1, 1)
+    assert (made.call_count, planned.call_count) == (1, plans)
 
 
 @pytest.mark.parametrize(

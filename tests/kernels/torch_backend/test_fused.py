@@ -149,16 +149,28 @@ def test_without_the_library_torch_is_refused_with_what_to_install(monkeypatch: 
     forget()
 
 
-def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_after() -> None:
+def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def settings() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
 
-    before = settings()
-    with fused._deterministic(True):
-        assert settings() == (True, False)
-    with pytest.raises(ZeroDivisionError), fused._deterministic(True):
-        1 / 0  # noqa: B018
+    inside, before = [], settings()
+
+    def differentiate(self: Any, dsinks: Any) -> None:
+        inside.append(settings())
+        1 / (len(inside) - 2)
+
+    monkeypatch.setattr(fused.Prepared, "differentiate", differentiate)
+    t = {name: x.cpu() for name, x in qkv(1, 2, 5, 5, 8).items()}
+    t |= forward("tiled", t)
+    problem = Problem.create(t, Options(deterministic=True), "backward")
+    fused.backward([problem])
     assert settings() == before == (False, True)
+    with pytest.raises(ZeroDivisionError):
+        fused.backward([problem])
+    assert inside == [(True, False)] * 2
+    assert settings() == before
 
 
 def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: bool, *, scale: float) -> Any:
@@ -201,7 +213,7 @@ def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
         "odd address": numbers[1:].view(1, 4, q_len, kv_len),
     }[shape]
     call = cuda_call(dtype, bias, q_len, kv_len)
-    for actual, exact in zip(call._run(), softmax_in_float64(call), strict=True):
+    for actual, exact in zip(call.forward(), softmax_in_float64(call), strict=True):
         torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -226,16 +238,22 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     dead = s.amax(-1) == -torch.inf  # in a float16 mask −1e6 is −∞
     assert call.bias is not None
     assert torch.equal(dead, (call.bias.amax(-1) == -torch.inf).expand_as(dead))
-    o, lse = call._run()
+    o, lse = call.forward()
     seen = ~dead
     torch.testing.assert_close(o[seen], (s.softmax(-1) @ t["v"].float())[seen], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse[seen], s.logsumexp(-1)[seen], rtol=1e-6, atol=1e-5)
 
 
-def test_nothing_is_copied_that_the_operators_take_as_it_is() -> None:
+def test_nothing_is_copied_that_the_operators_take_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     q = normal(1, 4, 5, 16)
-    call = Call(q, q + 1, q + 2, None, False, 1.0)
-    assert [t.data_ptr() for t in call._cuda_inputs()[0]] == [t.data_ptr() for t in (call.q, call.k, call.v)]
+    given = q, q + 1, q + 2
+
+    def operator(*inputs: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert [t.data_ptr() for t in inputs[:3]] == [t.data_ptr() for t in given]
+        return q, q[..., 0]
+
+    monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=operator))
+    assert Call(*given, None, False, 1.0).forward()[0].data_ptr() == q.data_ptr()
 
 
 @pytest.mark.gpu

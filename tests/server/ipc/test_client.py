@@ -234,10 +234,11 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
     asyncio.run(run())
 
 
-def test_the_service_fails_only_when_all_engines_have_failed():
-    engines = Engines()
-    engines._engines = [Engine(name, engines._resume, engines._keep, []) for name in (b"a", b"b")]
-    first, second = engines._engines
+def test_the_service_fails_only_when_all_engines_have_failed(monkeypatch):
+    engines, made = Engines(), []
+    monkeypatch.setattr(Engine, "connect", lambda engine: made.append(engine))
+    engines.connect([b"a", b"b"])
+    first, second = made
     first.state, first.failure = State.FAILED, "broken"
     assert (engines.state, engines.failure) == (State.STARTING, None)
     second.state = State.READY

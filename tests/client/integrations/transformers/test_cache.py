@@ -142,25 +142,24 @@ def test_sequences_share_a_cache_until_their_tokens_differ(client, models, serve
     model, count = models("llama"), held_since(server)
     with remote(client, model) as cache, torch.no_grad():
         model(TOKENS, past_key_values=cache)
-        before = [one.id for one in next(iter(cache._caches.values()))]
+        before = count()
         cache.reorder_cache(torch.tensor([2, 0, 1]))
-        (rows,) = cache._caches.values()
-        assert [one.id for one in rows] == [before[2], before[0], before[1]]
-        cache.reorder_cache(torch.tensor([1, 1, 0]))
-        (rows,) = cache._caches.values()
-        assert [one.id for one in rows] == [before[0], before[0], before[2]]
-        assert count() == {before[0], before[2]}
+        assert count() == before
+        cache.reorder_cache(torch.tensor([1, 1, 0]))  # the sequences 0, 0 and 2 of TOKENS
+        two = count()
+        assert (len(before), len(two), two < before) == (3, 2, True)
         model(torch.tensor([[5], [5], [6]]), past_key_values=cache)
-        assert count() == {before[0], before[2]}
-        model(torch.tensor([[5], [7], [6]]), past_key_values=cache)
-        (rows,) = cache._caches.values()
-        assert [rows[0].id, rows[2].id] == [before[0], before[2]]
-        assert rows[1].id not in before
-        assert count() == {one.id for one in rows}
+        assert count() == two
+        actual = model(torch.tensor([[5], [7], [6]]), past_key_values=cache).logits
+        assert (len(count()), count() & before) == (3, two)
         cache.batch_select_indices(torch.tensor([False, False, True]))
-        assert (count(), cache.batch_size) == ({before[2]}, 1)
+        (last,) = count()
+        assert (last in two, cache.batch_size) == (True, 1)
         cache.batch_repeat_interleave(2)
-        assert (len(count()), cache.batch_size) == (1, 2)
+        assert (count(), cache.batch_size) == ({last}, 2)
+        model.set_attn_implementation("eager")
+        said = torch.cat((TOKENS[[0, 0, 2]], torch.tensor([[5, 5], [5, 7], [6, 6]])), 1)
+        torch.testing.assert_close(actual, model(said).logits[:, -1:], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -204,13 +203,15 @@ def test_a_deep_copy_goes_its_own_way(client, models):
         agree(generated(model, cache, input_ids=ahead), generated(model, input_ids=ahead))
 
 
-def test_half_precision_is_the_caches_too(client):
-    model = llama().bfloat16()
-    expected = generated(model, input_ids=TOKENS[:1])[1]
-    with remote(client, model) as cache:
-        actual = generated(model, cache, input_ids=TOKENS[:1])[1]
-        assert next(iter(cache._caches.values()))[0].bytes
-    torch.testing.assert_close(actual[0], expected[0], rtol=0.05, atol=0.05)
+def test_half_precision_is_the_caches_too(client, server):
+    sizes = []
+    for model in (llama(), llama().bfloat16()):
+        expected, left = generated(model, input_ids=TOKENS[:1])[1], held_since(server)
+        with remote(client, model) as cache:
+            actual = generated(model, cache, input_ids=TOKENS[:1])[1]
+            sizes.append(sum(one.bytes for one in made_since(client, left)))
+        torch.testing.assert_close(actual[0], expected[0], rtol=0.05, atol=0.05)
+    assert 0 < sizes[1] < sizes[0]
 
 
 def test_crop_refuses_what_a_window_cannot_go_back_to(client, models):
@@ -318,6 +319,11 @@ def test_a_forward_of_which_a_call_failed_does_not_count(client, models, layer):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
+def made_since(client, left):
+    """Return the caches whose ids `left`, a function of `held_since`, has."""
+    return [one for one in client.list_caches() if one.id in left()]
+
+
 def lost(client, model, cache, code):
     """Check that a forward over a lost cache raises CacheError with `code` and empties it; the next forward works."""
     with pytest.raises(flashpoint.CacheError, match="Call generate again with all tokens") as error:
@@ -326,26 +332,26 @@ def lost(client, model, cache, code):
     agree(generated(model, cache, input_ids=TOKENS), generated(model, input_ids=TOKENS))
 
 
-def test_a_cache_that_is_not_there_any_more_begins_anew(client, models):
-    model = models("llama")
+def test_a_cache_that_is_not_there_any_more_begins_anew(client, models, server):
+    model, left = models("llama"), held_since(server)
     with remote(client, model) as cache:
         generated(model, cache, input_ids=TOKENS)
-        client.delete_caches(next(iter(cache._caches.values())))
+        client.delete_caches(made_since(client, left))
         lost(client, model, cache, "cache_not_found")
 
 
-def test_the_end_of_a_block_says_what_went_wrong_in_it(client, models):
-    model = models("llama")
+def test_the_end_of_a_block_says_what_went_wrong_in_it(client, models, server):
+    model, left = models("llama"), held_since(server)
     with flashpoint.Client("http://127.0.0.1:9", retries=0) as gone:
         cache = remote(gone, model)
         with pytest.raises(flashpoint.ConnectionFailedError), cache:
             model.generate(TOKENS, past_key_values=cache, max_new_tokens=2)
         cache = remote(client, model)
         generated(model, cache, input_ids=TOKENS)
-        rows, cache.client = next(iter(cache._caches.values())), gone
+        cache.client = gone
         with pytest.raises(ValueError, match="this one"), cache:
             raise ValueError("this one")
-    client.delete_caches(rows)
+    client.delete_caches(made_since(client, left))
 
 
 @pytest.mark.slow
@@ -358,7 +364,7 @@ def test_a_cache_whose_engine_died_begins_anew(start_server):
         register(client, NAME)
         cache = remote(client, model)
         generated(model, cache, input_ids=TOKENS)
-        one = next(iter(cache._caches.values()))[0]
+        one = client.list_caches()[0]
         os.kill(server.engine_pid, signal.SIGKILL)
 
         def died():

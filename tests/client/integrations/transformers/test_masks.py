@@ -27,15 +27,20 @@ def arguments(window=None, padding=None, queries=4, **more):
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_its_tensor_is_that_of_transformers(window, padding):
-    given = arguments(window, padding)
-    mask = held_mask(kv_length=LengthInCache(9, CACHE), **given)
+    given, asked = arguments(window, padding), []
+
+    def seen(*at):
+        asked.append(at)
+        return given["mask_function"](*at)
+
+    mask = held_mask(kv_length=LengthInCache(9, CACHE), **given | {"mask_function": seen})
     assert isinstance(mask, HeldMask)
     assert (mask.cache, mask.window, mask.plain) == (CACHE, window, True)
-    assert mask._made is None  # the mask was never computed
+    assert not asked  # the mask was never computed
     assert mask.shape == (2, 1, 4, 9)
     expected = sdpa_mask(kv_length=9, allow_is_causal_skip=False, **given).expand(2, -1, -1, -1)
     assert torch.equal(mask.allowed().expand(2, -1, -1, -1), expected)
-    assert mask._made is not None
+    assert asked
     values = eager_mask(kv_length=9, **given).expand(2, -1, -1, -1)
     assert torch.equal((mask + 0).expand(2, -1, -1, -1), values)
     assert torch.equal(torch.cat([mask, mask], -1)[:, :, -2:, 9:].expand(2, -1, -1, -1), values[:, :, -2:])

@@ -1,9 +1,12 @@
 """A repeated call uses the cached route of its launch, so that it makes no plans, options or constants again."""
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,11 +102,16 @@ def test_no_call_of_a_launch_is_without_programs() -> None:
 def test_routes_are_bounded_and_hold_no_tensor() -> None:
     t = decode()
     attention(**t, backend="triton")
-    assert route._route.cache_info().maxsize == route._KEPT
     problem = Problem.create(t, Options(return_lse=True, backend="triton"))
     kept_route = route.route_of(problem, True, False, None)
     assert kept_route is route.route_of(problem, True, False, None)
     assert not any(torch.is_tensor(x) for x in vars(kept_route).values())
+    kept, tiles = weakref.ref(kept_route), kept_route.config
+    del kept_route
+    for keys in range(300):  # as many other routes as a process never keeps
+        route.route_of(problem, True, False, replace(tiles, split_keys=1 + keys))
+    gc.collect()
+    assert kept() is None
 
 
 def test_threads_share_routes() -> None:

@@ -1,6 +1,8 @@
 """The programs of a launch cover each sequence and depend on its shape alone; those with the most work come first."""
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -8,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashpoint_kernels.triton_backend.host import schedule
-from flashpoint_kernels.triton_backend.host.config import _INTERPRETER, tiles
-from flashpoint_kernels.triton_backend.host.configurations import Config
+from flashpoint_kernels.triton_backend.host.config import tiles
+from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.host.schedule import (
     ForwardList,
     Shape,
@@ -41,7 +42,10 @@ shapes = st.builds(
     st.integers(1, 3),
     st.sampled_from([1, 2, 3, 8]),
 )
-CONFIG = _INTERPRETER
+CONFIG = Config(  # small problems have packed blocks, blocks of one head, and keys that are split
+    Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32),
+    split_keys=64, few_queries=8, least_keys=32, least_programs=4,
+)  # fmt: skip
 
 
 def array(*rows: Shape) -> np.ndarray:
@@ -159,17 +163,16 @@ def test_few_sequences_of_many_keys_have_programs_for_a_whole_gpu(
 
 def test_a_loop_whose_keys_grow_makes_new_lists_once_in_least_keys() -> None:
     config: Config = replace(CONFIG, split_keys=256, least_keys=64)
-    before = schedule._of_steps.cache_info().misses
-    for kv_len in range(1000, 1000 + 256):
+    lists = [
         forward_lists(array(decode(kv_len, 4, 2), decode(kv_len + 5, 4, 2)), config)
-    assert schedule._of_steps.cache_info().misses - before <= 2 * (256 // 64 + 1)
+        for kv_len in range(1000, 1000 + 256)
+    ]
+    assert len(set(map(id, lists))) <= 2 * (256 // 64 + 1)
 
 
 def test_lists_are_bounded() -> None:
-    for kv_len in range(2 * schedule._KEPT):
-        forward_lists(array(decode(64 * kv_len, 4, 2)), CONFIG)
-    assert schedule._of_steps.cache_info().currsize <= schedule._KEPT
-    many = schedule._FEW + 1
-    before = schedule._of_steps.cache_info()
-    forward_lists(array(*[decode(90, 4, 2)] * many), CONFIG)
-    assert schedule._of_steps.cache_info() == before, "large launches are not kept"
+    kept = [weakref.ref(forward_lists(array(decode(64 * kv_len, 4, 2)), CONFIG)[0].items) for kv_len in range(600)]
+    gc.collect()
+    assert 0 < sum(one() is not None for one in kept) <= 300
+    many = array(*[decode(90, 4, 2)] * 100)
+    assert forward_lists(many, CONFIG) is not forward_lists(many, CONFIG), "large launches are not kept"
