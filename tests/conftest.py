@@ -8,7 +8,9 @@ import contextlib
 import gc
 import json
 import os
+import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -170,6 +172,33 @@ def gated(receiver, tmp_path_factory):
     gated = GatedServer(start_service, tmp_path_factory.mktemp("gates"), interpret=True, environment=soon, **settings)
     yield gated
     gated.server.stop()
+
+
+# Servers of which one start is enough for a run: all files whose tests or fixtures take one run in one process.
+SHARED = ("gated", "held", "cache_server", "saved_server", "strict", "rpc_server")
+ALSO = {"locked": "held", "caller": "rpc_server"}  # fixtures of the same servers
+TAKES = re.compile(rf"^ *(?:async )?def \w+\([^)]*\b({'|'.join((*SHARED, *ALSO))})\b", re.MULTILINE)
+
+
+@cache
+def group_of(file):
+    """Return the shared server that a test file takes, the first one in SHARED, or else the file itself."""
+    found = {ALSO.get(name, name) for name in TAKES.findall((Path(__file__).parents[1] / file).read_text())}
+    return next((name for name in SHARED if name in found), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Share out files as `--dist loadfile` does, those of one group to one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(nodeid.split("::")[0])
+
+    return ByServer(config, log)
 
 
 # The slowest test files. They start first, so that no process still runs one of them when the others have ended.

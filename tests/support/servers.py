@@ -22,6 +22,7 @@ from tests.conftest import DEVICE
 STEPS = Path(tempfile.mkdtemp(prefix="flashpoint-test-")) / "steps"
 read = 0  # the number of its lines that were read
 atexit.register(shutil.rmtree, STEPS.parent, ignore_errors=True)
+STARTS = os.environ.get("FLASHPOINT_TEST_STARTS")  # a file for a line of JSON for each start, with its test
 START_SECONDS = 600  # a start takes 4 s on an idle machine, minutes on a busy one
 
 
@@ -29,6 +30,9 @@ class ServerProcess:
     """A server on an ephemeral port of 127.0.0.1; `lines` are the parsed lines of its log so far."""
 
     def __init__(self, command, environment):
+        if STARTS:
+            with open(STARTS, "a", encoding="utf-8") as file:
+                file.write(f"{json.dumps([os.environ.get('PYTEST_CURRENT_TEST'), *command[1:]])}\n")
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
         self.pid = self.process.pid
         self.lines = []
