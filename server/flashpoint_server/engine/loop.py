@@ -90,6 +90,7 @@ class EngineLoop:
         self._waker = waker
         self._scheduler = scheduler
         self._executor = executor
+        self._ledger = executor.device.ledger
         self._lock = scheduler.lock
         self._workers: list[Worker] = []
         self._stopping = False
@@ -155,7 +156,7 @@ class EngineLoop:
             with self._lock:
                 if not self._stopping and (task := self._scheduler.take()) is not None:
                     return task
-                if self._unseen:  # a task has changed the ledger since `_look_at_ledger`: look again before sleeping
+                if self._ledger.changes != self._changes:  # by a task, since `_look_at_ledger`: look before sleeping
                     timeout = 0
                     continue
                 self._waker.asleep = True  # set under the lock that `_take` needed, so that no later `wake` is missed
@@ -165,12 +166,11 @@ class EngineLoop:
 
     def _look_at_ledger(self) -> None:
         """Free expired caches and saved forwards, and send the HTTP processes the new counts."""
-        ledger = self._executor.device.ledger
-        if time.monotonic() >= ledger.due:
-            ledger.sweep()
-        if not self._unseen:
+        if time.monotonic() >= self._ledger.due:
+            self._ledger.sweep()
+        if self._ledger.changes == self._changes:
             return
-        self._changes = ledger.changes
+        self._changes = self._ledger.changes
         if (holding := self._holding) != self._sent:
             self._sent = holding
             with self._lock:
@@ -185,15 +185,9 @@ class EngineLoop:
             heap.trim()
 
     @property
-    def _unseen(self) -> bool:
-        """Whether the ledger has changed since the last check."""
-        return self._executor.device.ledger.changes != self._changes
-
-    @property
     def _holding(self) -> tuple[int, int, int, int]:
         """The number of caches and their bytes, and the number of saved forwards and their bytes."""
-        ledger = self._executor.device.ledger
-        return *ledger.usage(StoredCache), *ledger.usage(SavedForward)
+        return *self._ledger.usage(StoredCache), *self._ledger.usage(SavedForward)
 
     def _run(self, task: Task) -> None:
         """Run a task, and the tasks that this thread must run next."""
@@ -205,7 +199,8 @@ class EngineLoop:
                 following = self._scheduler.finish(task, failure)
                 for request in task.requests:
                     self._let_go(request.worker)
-                if self._unseen:  # the listening thread must send the ledger's new counts, and note when items expire
+                # the listening thread must send the ledger's new counts, and note when items may expire
+                if self._ledger.changes != self._changes:
                     self._waker.wake()
                 match task:
                     case BenchmarkSlice(plugin=plugin):
@@ -260,7 +255,7 @@ class EngineLoop:
             case Submit():
                 self._scheduler.admit(message, worker)
             case SavedOwners():
-                self._executor.device.ledger.keep_owners(message.names)
+                self._ledger.keep_owners(message.names)
             case Forget():
                 self._executor.device.saved.drop(message.serial)
             case Cancel():
