@@ -153,7 +153,7 @@ class Bench:
         try:
             await message.receive(request.body, {name: memoryview(place) for name, place in memory.items()})
             self._refuse(plan, "late")
-            await submit(request, SimpleNamespace(remaining=lambda: None))
+            await submit(request, SimpleNamespace(ask=lambda *_: None, remaining=lambda: None), None, None)
             parts = [memoryview(place) for place in memory.values() if place]
             await reply(request, parts, {"content-type": wire.MEDIA_TYPE})
         finally:
