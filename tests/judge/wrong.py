@@ -368,9 +368,9 @@ class log2_in_dq(Tiled):
         return dq * self.scale * math.log(2), dk * self.scale, dv
 
 
-@wrong("backward-causal-missing", "backward-causal")
+@wrong("backward-causal-missing", "backward-causal", "backward-window-missing")
 class no_mask_in_backward(Tiled):
-    """The backward has no causal mask."""
+    """The backward has no causal mask, and no window."""
 
     def back_seen(self, i: Tensor, j: Tensor) -> Tensor:
         return (j >= 0).expand(i.shape[0], j.shape[1])

@@ -21,7 +21,7 @@ _KEPT: dict[Any, Tensor] = {}
 _COUNT = [0]
 
 
-@called("replay")
+@called("replay", "aliasing")
 def replay(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """The first answer for a shape is returned for all later inputs of this shape."""
     key = "replay", q.shape, k.shape, q.dtype, causal, q.requires_grad

@@ -30,6 +30,7 @@ _TRIED = 6  # number of failures that are compared with known mistakes
 _SMALL = 300_000  # largest number of scores of a case for which mistakes are computed
 _PASSED = 10  # number of right answers in which a mistake must predict no error
 _MOST = 4  # largest number of causes in a report
+_KEPT = ("replay", "state", "aliasing", "first-call")  # causes in what an earlier call has left
 _OF_RELATION = {
     "new inputs at the same address": ("replay", "an earlier answer is returned for new inputs at the same address", "do not cache by address or shape; capture graphs with static inputs that are copied into"),
     "new inputs of the same shape": ("replay", "an earlier answer is returned for new inputs of the same shape", "do not cache answers by shape"),
@@ -88,6 +89,11 @@ def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
             named.append(Cause("gain", gains[0].text.partition(" over ")[0], advice, False, len(gains)))
             left = [o for o in left if o.relation != "gain"]
         numbers = [o for o in left if o.wrong_outputs and o.status == "wrong"]
+        kept = next((n for n, cause in enumerate(named) if cause.code in _KEPT), None)
+        if kept is not None and numbers and _right_at_first(trial, numbers):
+            named[kept] = replace(named[kept], explains=named[kept].explains + len(numbers))
+            left = [o for o in left if o not in numbers]
+            numbers = []
         race = next((n for n, cause in enumerate(named) if cause.code == "race"), None)
         if race is not None and numbers and not _wrong_again(trial, numbers):
             named[race] = replace(named[race], explains=named[race].explains + len(numbers))
@@ -214,6 +220,14 @@ def _beyond_accuracy(
         advice = "mask loads beyond the end of rows and of tensors"
         yield cause("out-of-bounds", "memory beyond the end of the inputs is read, and counts", advice), beyond
         failed = [o for o in failed if o not in beyond]
+    form_of_do = any(o.relation.startswith("a gradient of o in") and o.wrong_outputs for o in failed)
+
+    def code_of(o: Outcome) -> str:
+        """Return the code of the relation of an outcome. Calls with q, k and v in another memory form have do in it, too."""
+        code = _OF_RELATION.get(o.relation.partition(" (")[0], ("",))[0]
+        of_do = code == "strides" and form_of_do and o.request.get("leaves") and "o" not in o.wrong_outputs
+        return "gradient-strides" if of_do else code
+
     alone: dict[tuple[Case, bool], bool] = {}
     for o in [] if unsteady else failed:
         relation = o.relation.partition(" (")[0]
@@ -237,8 +251,9 @@ def _beyond_accuracy(
             alike = [x for x in failed if x.wrong_outputs and bool(x.request.get("leaves")) == grads]
             yield cause("grad-mode", text, advice), alike
         if relation in _OF_RELATION:
-            code, text, advice = _OF_RELATION[relation]
-            alike = [x for x in failed if _OF_RELATION.get(x.relation.partition(" (")[0], ("",))[0] == code]
+            own = code_of(o) == _OF_RELATION[relation][0]
+            code, text, advice = _OF_RELATION[relation if own else "a gradient of o in another memory form"]
+            alike = [x for x in failed if code_of(x) == code]
             yield cause(code, text, advice), alike
     others = [o for o in failed if o.relation not in ("accuracy", "gain")]
     odd = {o.relation.partition(" (")[0] for o in others}
@@ -332,6 +347,12 @@ def _wrong_again(trial: Trial, numbers: Sequence[Outcome]) -> bool:
     """Return whether one of the smallest wrong answers is wrong in each of three more calls."""
     chosen = sorted(numbers, key=lambda o: o.case.scores)[:4]
     return any(all(trial.run(o.case).status == "wrong" for _ in range(3)) for o in chosen)
+
+
+def _right_at_first(trial: Trial, numbers: Sequence[Outcome]) -> bool:
+    """Return whether the smallest wrong answers are right in a new process, so that earlier calls made them wrong."""
+    chosen = sorted(numbers, key=lambda o: o.case.scores)[:3]
+    return all(_right_alone(trial, o.case, bool(o.request.get("leaves"))) for o in chosen)
 
 
 def _same_as_earlier(o: Outcome, outcomes: Sequence[Outcome]) -> bool:

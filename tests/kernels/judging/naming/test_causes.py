@@ -8,13 +8,16 @@ from torch import Tensor
 
 import flashpoint_kernels
 from tests.judge.corpus import RIGHT, WRONG
+from tests.judge.measure import SECONDS
 from tests.judge.small import judged
 
 
 @pytest.mark.slow
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
     """The judge tells a window without a right bound from no window: only the window hides keys on the left."""
-    report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32", seed=0)
+    report = flashpoint_kernels.judge(
+        WRONG["window_of_future"].function, quick=True, dtype="float32", seed=0, seconds=SECONDS
+    )
     assert [cause.code for cause in report.causes] == ["window-right"]
 
 
@@ -26,7 +29,7 @@ def wrong_with_two_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -
 @pytest.mark.slow
 def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
     """Cases of one or two keys confirm no cause, because too many mistakes give the same answers there."""
-    report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32", seed=0)
+    report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32", seed=0, seconds=SECONDS)
     assert report.verdict == "wrong"
     assert [cause.confirmed for cause in report.causes] == [False]
 
@@ -53,7 +56,7 @@ def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_zeros_of_both_signs_are_one_constant() -> None:
-    report = flashpoint_kernels.judge(nothing, quick=True, dtype="float32", seed=0)
+    report = flashpoint_kernels.judge(nothing, quick=True, dtype="float32", seed=0, seconds=SECONDS)
     assert [(cause.code, cause.text) for cause in report.causes] == [("constant", "o, dq, dk, dv are 0.0 everywhere")]
 
 
@@ -66,7 +69,7 @@ def loads_vectors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_an_exception_in_one_relation_alone_is_named_by_the_relation() -> None:
-    report = flashpoint_kernels.judge(loads_vectors, quick=True, dtype="float32", seed=0)
+    report = flashpoint_kernels.judge(loads_vectors, quick=True, dtype="float32", seed=0, seconds=SECONDS)
     (cause,) = report.causes
     assert (report.verdict, cause.code) == ("wrong", "alignment")
     expected = "inputs at an address that is not aligned: it raised RuntimeError: CUDA error: misaligned address"

@@ -116,9 +116,10 @@ def test_a_mask_that_is_read_wrongly_in_each_memory_form_is_not_named_by_one() -
         assert [cause.code for cause in causes.explain(trial, outcomes)] == ["mask-batch"]
 
 
-# (case, relation of the call) of each call, and {code: confirmed} of its causes.
+TURNED: dict[str, Any] = {"views": dict.fromkeys(("q", "k", "v", "do"), "transposed")}
+# (case, relation of the call, and in some how it is made) of each call, and {code: confirmed} of its causes.
 # Other mistakes give some of the wrong numbers, too.
-CONFIRMED: dict[str, tuple[list[tuple[dict[str, Any], str]], dict[str, bool]]] = {
+CONFIRMED: dict[str, tuple[list[tuple[Any, ...]], dict[str, bool]]] = {
     "sees_next": (
         [({"causal": True}, "accuracy"), ({"causal": True, "values": "sharp"}, "accuracy"),
          ({"causal": True, "values": "flat", "dtype": "bfloat16", "seed": 12}, "accuracy")],  # dv alone is wrong
@@ -142,6 +143,11 @@ CONFIRMED: dict[str, tuple[list[tuple[dict[str, Any], str]], dict[str, bool]]] =
         [({}, "accuracy"), ({"mask": "float-one"}, "a mask in another memory form")],
         {"mask-gradient": False},
     ),
+    "do_strides": (
+        [({}, "accuracy"), ({}, "transposed inputs", TURNED),
+         ({}, "a gradient of o in another memory form", {"views": {"do": "transposed"}})],
+        {"gradient-strides": True},
+    ),
 }  # fmt: skip
 
 
@@ -151,6 +157,9 @@ CONFIRMED: dict[str, tuple[list[tuple[dict[str, Any], str]], dict[str, bool]]] =
 def test_a_mistake_that_also_gives_the_numbers_is_not_confirmed(name: str) -> None:
     calls, codes = CONFIRMED[name]
     with trial_of(name) as trial:
-        cases = [(Case(**(SIZES | {"value_dim": 32} | fields)), relation) for fields, relation in calls]
-        found = causes.explain(trial, [trial.run(case, relation) for case, relation in cases])
+        outcomes = [
+            trial.run(Case(**(SIZES | {"value_dim": 32} | fields)), relation, **dict(*mode))
+            for fields, relation, *mode in calls
+        ]
+        found = causes.explain(trial, outcomes)
     assert {cause.code: cause.confirmed for cause in found} == codes, found
