@@ -12,7 +12,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Options, Problem
 from flashpoint_kernels.problems import workspace
 from flashpoint_kernels.problems.problem import with_forwards
-from flashpoint_kernels.triton_backend.host import launch
+from flashpoint_kernels.triton_backend.host import grouped, launch
 from tests.support.kernels.hopper import ON_SM_90
 from tests.support.kernels.solving import qkv, spec_of
 
@@ -68,7 +68,7 @@ def test_no_launch_needs_more_than_was_predicted(
         patch.setenv(workspace.BYTES, str(most))
         patch.setenv("FLASHPOINT_HOPPER", str(int(hopper)))
         allocated = []
-        for each in launch._launches(with_forwards([problem])[1], [{}], None):
+        for each in grouped.launches(with_forwards([problem])[1], [{}], None):
             launch._stored(each)
             _ = each.table
             allocated.append(each.pieces.workspace.nbytes if each.pieces is not None else 0)

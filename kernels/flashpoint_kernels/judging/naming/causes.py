@@ -19,54 +19,15 @@ from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.naming.matching import FEW, LEFT, WrongNumbers, causes_of, foretold, left_by_factor
 from flashpoint_kernels.judging.naming.mutants import Mistake
 from flashpoint_kernels.judging.naming.patterns import between, pattern
+from flashpoint_kernels.judging.naming.relations import BEYOND, OF_CONTEXT, OF_RELATION
 from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 
-_BEYOND = (
-    "inputs at an offset of their storage", "inputs at an address that is not aligned",
-    "inputs that are rows of a wider tensor", "inputs with a strided last dimension",
-)  # fmt: skip
 _TRIED = 6  # number of failures that are compared with known mistakes
 _SMALL = 300_000  # largest number of scores of a case for which mistakes are computed
 _PASSED = 10  # number of right answers in which a mistake must predict no error
 _MOST = 4  # largest number of causes in a report
 _KEPT = ("replay", "state", "aliasing", "first-call")  # causes in what an earlier call has left
-_OF_RELATION = {
-    "new inputs at the same address": ("replay", "an earlier answer is returned for new inputs at the same address", "do not cache by address or shape; capture graphs with static inputs that are copied into"),
-    "new inputs of the same shape": ("replay", "an earlier answer is returned for new inputs of the same shape", "do not cache answers by shape"),
-    "another shape after this one": ("state", "a call depends on the shape of an earlier one", "do not keep sizes, masks or buffers between calls, or key them by all that they depend on"),
-    "a shape again after another": ("state", "a call depends on an earlier one", "do not keep results or buffers between calls"),
-    "no mask after a causal call": ("state", "a call depends on the options of an earlier one", "key what is kept by all options"),
-    "transposed inputs": ("strides", "strides of the inputs are ignored", "read with the tensors' strides, or call contiguous()"),
-    "inputs that are rows of a wider tensor": ("strides", "strides of the inputs are ignored", "read with the tensors' strides, or call contiguous()"),
-    "inputs in column order": ("strides", "strides of the inputs are ignored", "read with the tensors' strides, or call contiguous()"),
-    "inputs with a strided last dimension": ("strides", "the stride of the last dimension is ignored", "call contiguous() if stride(-1) is not 1, or raise an error"),
-    "inputs at an offset of their storage": ("offsets", "the offset of the inputs in their storage is ignored", "use data_ptr() of the tensor, not of its storage"),
-    "inputs at an address that is not aligned": ("alignment", "inputs at an address that is not aligned are read wrongly", "use vector loads only for aligned addresses"),
-    "a gradient of o in another memory form": ("gradient-strides", "strides of the gradient of o are ignored", "call do.contiguous(), or read with its strides"),
-    "the gradient of a sum, one number in memory": ("gradient-strides", "a gradient of o with strides of 0, as of o.sum(), is read wrongly", "call do.contiguous(), or read with its strides"),
-    "a second backward": ("second-backward", "a second backward gives other gradients", "do not change what is saved for the backward, nor add into buffers that are kept"),
-    "memory that is not initialised": ("uninitialised", "memory from torch.empty is read before it is written", "zero the buffer, or write all of it"),
-    "another stream": ("stream", "the kernel does not run on the current stream", "launch on torch.cuda.current_stream()"),
-    "gradients of q and k alone": ("needs-input-grad", "gradients depend on which inputs want one", "return each gradient in its own place, whatever ctx.needs_input_grad says"),
-    "the gradient of lse": ("lse-gradient", "the gradient of lse is wrong", "dS = P · (dP - delta + dlse)"),
-}  # fmt: skip
-# Named if no relation above fails; if several of these do, the first one is the cause of the others.
-_OF_CONTEXT = {
-    "inputs with a stride of 0": ("strides", "strides of 0, as of expanded inputs, are ignored", "read with the tensors' strides, or call contiguous()"),
-    "a mask in another memory form": ("strides", "strides of attn_mask are ignored", "read with the mask's strides, or call contiguous()"),
-    "inputs in one storage": ("storage", "inputs that lie in one storage are read wrongly", "use data_ptr() of each tensor, not of its storage"),
-    "inputs that are rows of one tensor": ("storage", "inputs that are rows of one tensor are read wrongly", "use data_ptr() of each tensor, not of its storage"),
-    "v that is k": ("storage", "a tensor that is both k and v is read wrongly", "do not tell inputs apart by their addresses"),
-    "two forwards before their backwards": ("state", "a backward reads what a later forward has left", "save what a backward needs for each call; share no workspace"),
-    "inputs that change before the backward": ("saved-inputs", "the backward does not notice that inputs have changed", "keep inputs with ctx.save_for_backward, not on ctx"),
-    "inference mode": ("inference-mode", "answers are wrong in inference mode", "compute the same in each mode of torch"),
-    "another thread": ("thread", "answers are wrong in another thread", "keep no state of a thread"),
-    "two threads at once": ("threads", "calls in two threads at once disturb each other", "share no buffer between calls"),
-    "autocast": ("autocast", "answers are wrong under autocast", "compute in the inputs' type, or use torch.amp.custom_fwd"),
-    "torch.compile": ("compile", "answers are wrong under torch.compile", "register the function as a custom operator"),
-    "a second derivative": ("second-derivative", "a second derivative is 0", "use once_differentiable, or differentiate the backward"),
-}  # fmt: skip
 
 
 def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
@@ -158,9 +119,9 @@ def _beyond_accuracy(
             yield cause(code, text, advice), only or hit
     raised = [o for o in failed if o.status == "wrong" and ("raised" in o.text and not o.wrong_outputs)]
     relations = {o.relation.partition(" (")[0] for o in raised}
-    if len(relations) == 1 and relations <= _OF_RELATION.keys():
+    if len(relations) == 1 and relations <= OF_RELATION.keys():
         (relation,) = relations
-        code, _, advice = _OF_RELATION[relation]
+        code, _, advice = OF_RELATION[relation]
         yield cause(code, f"{relation}: {raised[0].text}", advice), raised
     elif raised:
         advice = "support the case, or refuse it everywhere with a clear exception"
@@ -215,7 +176,7 @@ def _beyond_accuracy(
         if o.case.values == "normal" and o.case.options <= {"causal"}
     }
     unsteady = any(o.wrong_outputs for o in repeated) or not steady
-    beyond = [o for o in failed if o.relation.partition(" (")[0] in _BEYOND and o.wrong_outputs]
+    beyond = [o for o in failed if o.relation.partition(" (")[0] in BEYOND and o.wrong_outputs]
     if beyond and not unsteady and _reads_beyond(trial, beyond[0]):
         advice = "mask loads beyond the end of rows and of tensors"
         yield cause("out-of-bounds", "memory beyond the end of the inputs is read, and counts", advice), beyond
@@ -223,8 +184,8 @@ def _beyond_accuracy(
     form_of_do = any(o.relation.startswith("a gradient of o in") and o.wrong_outputs for o in failed)
 
     def code_of(o: Outcome) -> str:
-        """Return the code of the relation of an outcome. Calls with q, k and v in another memory form have do in it, too."""
-        code = _OF_RELATION.get(o.relation.partition(" (")[0], ("",))[0]
+        """Return the code of an outcome's relation. Where q, k and v have another memory form, do has it, too."""
+        code = OF_RELATION.get(o.relation.partition(" (")[0], ("",))[0]
         of_do = code == "strides" and form_of_do and o.request.get("leaves") and "o" not in o.wrong_outputs
         return "gradient-strides" if of_do else code
 
@@ -250,17 +211,17 @@ def _beyond_accuracy(
             advice = "one function must give the same o with and without autograd"
             alike = [x for x in failed if x.wrong_outputs and bool(x.request.get("leaves")) == grads]
             yield cause("grad-mode", text, advice), alike
-        if relation in _OF_RELATION:
-            own = code_of(o) == _OF_RELATION[relation][0]
-            code, text, advice = _OF_RELATION[relation if own else "a gradient of o in another memory form"]
+        if relation in OF_RELATION:
+            own = code_of(o) == OF_RELATION[relation][0]
+            code, text, advice = OF_RELATION[relation if own else "a gradient of o in another memory form"]
             alike = [x for x in failed if code_of(x) == code]
             yield cause(code, text, advice), alike
     others = [o for o in failed if o.relation not in ("accuracy", "gain")]
     odd = {o.relation.partition(" (")[0] for o in others}
     usual = [o.case.options for o in numbers if o.case.values in ("normal", "aimed")]
     anyway = any(options <= o.case.options for options in usual for o in others)
-    if odd and odd <= _OF_CONTEXT.keys() and not unsteady and not anyway and _right_alone(trial, others[0].case, True):
-        yield cause(*next(of for each, of in _OF_CONTEXT.items() if each in odd)), others
+    if odd and odd <= OF_CONTEXT.keys() and not unsteady and not anyway and _right_alone(trial, others[0].case, True):
+        yield cause(*next(of for each, of in OF_CONTEXT.items() if each in odd)), others
 
 
 def _right_alone(trial: Trial, case: Case, grads: bool) -> bool:
@@ -350,9 +311,10 @@ def _wrong_again(trial: Trial, numbers: Sequence[Outcome]) -> bool:
 
 
 def _right_at_first(trial: Trial, numbers: Sequence[Outcome]) -> bool:
-    """Return whether the smallest wrong answers are right in a new process, so that earlier calls made them wrong."""
-    chosen = sorted(numbers, key=lambda o: o.case.scores)[:3]
-    return all(_right_alone(trial, o.case, bool(o.request.get("leaves"))) for o in chosen)
+    """Return whether wrong answers of all sizes are right in a new process, so that earlier calls made them wrong."""
+    by_size = sorted(numbers, key=lambda o: o.case.scores)
+    chosen = {0: by_size[0], len(by_size) // 2: by_size[len(by_size) // 2], len(by_size) - 1: by_size[-1]}
+    return all(_right_alone(trial, o.case, bool(o.request.get("leaves"))) for o in chosen.values())
 
 
 def _same_as_earlier(o: Outcome, outcomes: Sequence[Outcome]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.triton_backend.host.calls import Call, Code
-from flashpoint_kernels.triton_backend.host.route import Route
+from flashpoint_kernels.triton_backend.host.config import exact, parts_of, takes_hopper
+from flashpoint_kernels.triton_backend.host.configurations import Config
+from flashpoint_kernels.triton_backend.host.route import Route, config_of, route_of
+from flashpoint_kernels.triton_backend.host.schedule import forward_lists
 from flashpoint_kernels.triton_backend.host.stored import Pieces
 from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
 from flashpoint_kernels.triton_backend.kernels import columns
@@ -146,3 +149,40 @@ class Launch:
         return Call(
             code, programs if most_programs is None else min(programs, most_programs), lambda: args(self.items(number))
         )
+
+
+def launches(
+    problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None
+) -> Iterator[Launch]:
+    """Group problems by route, and yield a launch for each group.
+
+    A problem's route does not depend on the other problems, so they never change which kernels compute it.
+    """
+    groups: dict[Route, tuple[list[Problem], list[Table]]] = {}
+    for problem, extra in zip(problems, extras, strict=True):
+        if not problem.rows:  # an empty batch has no program; `prepare` writes zeros to its dattn_mask and dsinks
+            continue
+        made = Table(problem, extra)
+        route = route_of(problem, made.aligned, _goes_hopper(problem, made), tiles)
+        group = groups.setdefault(route, ([], []))
+        group[0].append(problem)
+        group[1].append(made)
+    for route, (members, tables) in groups.items():
+        yield Launch(route, members, tables)
+
+
+def _goes_hopper(problem: Problem, table: Table) -> bool:
+    """Return whether a problem uses the path for Hopper.
+
+    Only the problem itself decides, not the other problems of the launch.
+    """
+    if not takes_hopper(problem.device):
+        return False
+    spec = problem.spec
+    in_parts = exact(spec.head_dim, spec.value_dim) and parts_of(spec.head_dim)[1] > 0
+    if spec.level > 0 or spec.dtype == "float32" or "wide_head_dim" in spec.features or spec.has("block_mask"):
+        return False
+    if (in_parts and spec.value_dim <= 128) or not table.describable:
+        return False
+    work = forward_lists(table.ints[:, SHAPE], config_of(problem, hopper=True))
+    return bool(work) and work[0].rows == 0 and not work[0].slots

@@ -20,19 +20,16 @@ from flashpoint_kernels.triton_backend.host.config import (
     exact,
     parts_of,
     stores,
-    takes_hopper,
     two_sets,
 )
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
-from flashpoint_kernels.triton_backend.host.grouped import Launch
+from flashpoint_kernels.triton_backend.host.grouped import Launch, launches
 from flashpoint_kernels.triton_backend.host.route import (
     FORWARD,
     OF_HOPPER,
     TYPES,
     VALUES,
     Route,
-    config_of,
-    route_of,
 )
 from flashpoint_kernels.triton_backend.host.schedule import (
     ForwardList,
@@ -44,7 +41,6 @@ from flashpoint_kernels.triton_backend.host.schedule import (
 )
 from flashpoint_kernels.triton_backend.host.sharing import Cascade, shared_parts
 from flashpoint_kernels.triton_backend.host.stored import Pieces, StoredWork, is_stored
-from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
 from flashpoint_kernels.triton_backend.kernels.backward import (
     attention_backward_kv,
     attention_backward_q,
@@ -120,14 +116,14 @@ def _union(problems: Sequence[Problem]) -> Iterator[Call]:
         return
     forwards, whole = with_forwards(problems)
     yield from _union_of_forward(forwards)
-    for launch in _launches(whole, map(scratch_of, whole), None):
+    for launch in launches(whole, map(scratch_of, whole), None):
         queries = dict.fromkeys((0, *launch.config.packed_rows), _one(2))
         chunks = [StoredWork(_one(2), _one(2), _one(2), 1, 1)] if _stores(launch.route) else []
         yield from _backward(launch, Gradients(_one(2), _one(2), queries), chunks, _one(2))
 
 
 def _union_of_forward(problems: Sequence[Problem]) -> Iterator[Call]:
-    for launch in _launches(problems, [{} for _ in problems], None):
+    for launch in launches(problems, [{} for _ in problems], None):
         for rows in (0, *launch.config.packed_rows):
             work = ForwardList(rows, _one(5), _one(4), 1)
             shared = Cascade(work.items, _one(ITEM.value), _one(MEMBER.value))
@@ -141,7 +137,7 @@ def _one(columns: int) -> np.ndarray:
 
 def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> Iterator[Call]:
     """Yield the calls of `forward`, in order. benchmarks/gpu.py passes `tiles` that are not in the device's table."""
-    for launch in _launches(problems, [{} for _ in problems], tiles):
+    for launch in launches(problems, [{} for _ in problems], tiles):
         for work in forward_lists(launch.shapes, launch.config):
             yield from _forward(launch, work, _shared(launch, work))
 
@@ -297,7 +293,7 @@ def backward_calls(
     problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None
 ) -> Iterator[Call]:
     """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem."""
-    for launch in _launches(problems, scratch, tiles):
+    for launch in launches(problems, scratch, tiles):
         work, stored = gradient_lists(launch.shapes, launch.config), _stored(launch)
         keys = _asked(launch, work.keys[~stored[work.keys[:, 0]]], "dk", "dv")
         queries = {
@@ -465,40 +461,3 @@ def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
     of_row = np.repeat(asking, [len(problem.rows) for problem in launch.problems])
     chosen: np.ndarray = items[of_row[items[:, 0]]]
     return chosen
-
-
-def _launches(
-    problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None
-) -> Iterator[Launch]:
-    """Group problems by route, and yield a launch for each group.
-
-    A problem's route does not depend on the other problems, so they never change which kernels compute it.
-    """
-    groups: dict[Route, tuple[list[Problem], list[Table]]] = {}
-    for problem, extra in zip(problems, extras, strict=True):
-        if not problem.rows:  # an empty batch has no program; `prepare` writes zeros to its dattn_mask and dsinks
-            continue
-        made = Table(problem, extra)
-        route = route_of(problem, made.aligned, _goes_hopper(problem, made), tiles)
-        group = groups.setdefault(route, ([], []))
-        group[0].append(problem)
-        group[1].append(made)
-    for route, (members, tables) in groups.items():
-        yield Launch(route, members, tables)
-
-
-def _goes_hopper(problem: Problem, table: Table) -> bool:
-    """Return whether a problem uses the path for Hopper.
-
-    Only the problem itself decides, not the other problems of the launch.
-    """
-    if not takes_hopper(problem.device):
-        return False
-    spec = problem.spec
-    in_parts = exact(spec.head_dim, spec.value_dim) and parts_of(spec.head_dim)[1] > 0
-    if spec.level > 0 or spec.dtype == "float32" or "wide_head_dim" in spec.features or spec.has("block_mask"):
-        return False
-    if (in_parts and spec.value_dim <= 128) or not table.describable:
-        return False
-    work = forward_lists(table.ints[:, SHAPE], config_of(problem, hopper=True))
-    return bool(work) and work[0].rows == 0 and not work[0].slots

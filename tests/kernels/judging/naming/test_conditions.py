@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from flashpoint_contract.judging import Cause
 from flashpoint_kernels.judging import relations
@@ -17,14 +19,24 @@ from flashpoint_kernels.judging.process import Worker, target_of
 from flashpoint_kernels.judging.signatures import signature_of
 from flashpoint_kernels.judging.trial import Clock, Trial
 from tests.judge.corpus import WRONG
+from tests.judge.right import formula_in_float32
 
 SIZES: dict[str, Any] = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 20, "kv_len": 77, "head_dim": 32}
 LONG: dict[str, Any] = {"batch": 1, "kv_heads": 4, "q_len": 6, "head_dim": 16, "value_dim": 16}
 
 
+_KEPT: dict[Any, Tensor] = {}
+
+
+def kept_and_cut(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Return each answer of a shape in the same memory, and ignore keys from 64 on."""
+    o = formula_in_float32(q, k[:, :, :64], v[:, :, :64])
+    return _KEPT.setdefault(o.shape, torch.empty_like(o)).copy_(o)
+
+
 @contextlib.contextmanager
 def trial_of(name: str) -> Iterator[Trial]:
-    worker = Worker(target_of(WRONG[name].function), "cpu")
+    worker = Worker(target_of(kept_and_cut if name == "kept_and_cut" else WRONG[name].function), "cpu")
     signature = signature_of(worker.start())
     trial = Trial(worker, signature, Clock(1e9), precision="ieee", timeout=60.0, nan_rows=False)
     try:
@@ -163,3 +175,14 @@ def test_a_mistake_that_also_gives_the_numbers_is_not_confirmed(name: str) -> No
         ]
         found = causes.explain(trial, outcomes)
     assert {cause.code: cause.confirmed for cause in found} == codes, found
+
+
+@pytest.mark.slow
+def test_memory_that_is_kept_does_not_explain_what_a_new_process_gets_wrong() -> None:
+    with trial_of("kept_and_cut") as trial:
+        cases = [
+            Case(**(SIZES | {"value_dim": 32, "kv_len": m, "seed": m, "forward": True})) for m in (77, 20, 150, 90)
+        ]
+        found = {cause.code for cause in causes.explain(trial, [trial.run(case) for case in cases])}
+    assert "aliasing" in found
+    assert len(found) > 1
