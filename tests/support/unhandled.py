@@ -14,8 +14,8 @@ from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.surfaces import TAKES
 from flashpoint_contract.tensors import INPUT_TENSORS
 from flashpoint_kernels.cpu_backend.forward import _REPEATED
+from flashpoint_kernels.cpu_backend.spans import _SHARED
 from flashpoint_kernels.dispatching.support import HANDLES, IN_BLOCKS, IN_DERIVATIVES
-from flashpoint_server.engine.caches.parts import _SHARED
 from flashpoint_server.engine.scheduling.engine_request import _CACHED
 
 PLACES: Mapping[str, frozenset[str]] = {

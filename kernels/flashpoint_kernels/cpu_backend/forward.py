@@ -18,7 +18,7 @@ from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
 from flashpoint_kernels.cpu_backend.ranges import is_tiny
 from flashpoint_kernels.native.calls import Replay
-from flashpoint_kernels.native.forward import Forward
+from flashpoint_kernels.native.forward import Forward, Queries
 from flashpoint_kernels.native.rows import Place, Spans, numbers_of
 from flashpoint_kernels.problems.problem import Problem, narrowed
 
@@ -35,7 +35,7 @@ def attend_dense(
     t = {name: in_rows(x) if name in "qkv" else x for name, x in given.items()}
     each = np.arange(len(q))
     spans = _in_rows_of(t["k"], t["v"], each, 0, row.kv_len)
-    forward = Forward(spec, t, [spans])
+    forward = Forward(Queries(spec, t), [spans])
     shares: Sequence[Sequence[int]]
     merged: list[tuple[list[int], Tensor]] = []
     if forward.takes_together(len(q), row.q_len):
@@ -58,7 +58,7 @@ def prepared(problem: Problem, rows: Sequence[Row], threads: int) -> Callable[[]
     spec, t = problem.spec, readable(problem)
     scales = [_scale(problem, name) for name in SCALES] if spec.quantized else []
     spans = (_of_pages if spec.paged else _of_sequences)(problem, rows, t["k"], t["v"], scales)
-    forward = Forward(spec, t, [spans], problem.seed, problem.first_head, memory=[scales])
+    forward = Forward(Queries(spec, t, problem.first_head), [spans], problem.seed, memory=[scales])
     if forward.takes_together(len(rows), max(row.q_len for row in rows)):
         return forward.call(forward.shares_together(Row(*numbers_of(rows)), threads))
     for number, row in enumerate(rows):

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ OF_SCORES = (
 OF_BLOCKS = (("block_queries", ctypes.c_int64), ("block_keys", ctypes.c_int64))
 
 
-def of_scores(spec: Spec, mask: Tensor | None, seed: int | None) -> dict[str, Any]:
+def of_scores(spec: Spec, mask: Tensor | None, seed: int | None = None) -> dict[str, Any]:
     """Return the members in OF_SCORES and OF_BLOCKS. If all keys share an element of the mask, its step is 0."""
     options, p = spec.options, spec.options.dropout_p
     return {
@@ -87,54 +87,76 @@ class _Call(ctypes.Structure):
 
 
 @dataclass(eq=False, slots=True)
-class Forward:
-    """One forward computation: tiles of queries over keys at any addresses.
+class Queries:
+    """A forward without its keys: the queries, the memory for the answers, and the options.
 
     `t` has canonical views (see `problem`) of q, o, lse, attn_mask, block_mask, alibi_slopes and sinks, as far as they
-    are given; the rows of q, o and masks have adjacent elements, slopes and sinks are contiguous. `keys` describes the
-    keys and values, which have one data type and one stride. A unit of work is one key/value head of one element of
-    `rows`; the `group` query heads that share the head are rows of one tile.
+    are given; the rows of q, o and masks have adjacent elements, slopes and sinks are contiguous. The forwards of a
+    caller who writes other values into these tensors may share it.
     """
 
     spec: Spec
     t: Mapping[str, Tensor]
-    keys: Sequence[Spans]
-    seed: int | None = None  # of dropout
     first_head: int = 0  # index in the request of the first query head; dropout depends on it
-    rows: list[Rows | SharedPrefix] = field(default_factory=list)
-    memory: list[object] = field(default_factory=list)  # more memory to which tasks point, kept alive
     heads: int = field(init=False)
     group: int = field(init=False)
-    _places: tuple[Place, ...] = field(init=False)  # of q, o, lse, attn_mask and block_mask
-    _steps: QuerySteps = field(init=False)
+    places: tuple[Place, ...] = field(init=False)  # of the tensors in _OF_ROWS
+    steps: QuerySteps = field(init=False)
+    functions: native.Functions = field(init=False)
+    call: _Call = field(init=False)  # without what depends on keys, seed and tasks
 
     def __post_init__(self) -> None:
-        self.heads, self.group = self.spec.kv_heads, self.spec.q_heads // self.spec.kv_heads
-        self._places = q, o, lse, _, _ = tuple([Place.of(self.t.get(name)) for name in _OF_ROWS])
-        self._steps = QuerySteps(q.steps, o.steps, lse.steps)
+        spec, t, library = self.spec, self.t, native.library()
+        self.heads, self.group = spec.kv_heads, spec.q_heads // spec.kv_heads
+        self.places = q, o, lse, _, _ = tuple([Place.of(t.get(name)) for name in _OF_ROWS])
+        self.steps = QuerySteps(q.steps, o.steps, lse.steps)
+        assert library is not None
+        self.functions = library.of(native.DTYPES[TYPES[t["q"].dtype]])
+        self.call = _Call(
+            q_type=TYPES[t["q"].dtype], dim=spec.head_dim, value_dim=spec.value_dim, group=self.group,
+            **of_scores(spec, t.get("attn_mask")),
+        )  # fmt: skip
+
+
+@dataclass(eq=False, slots=True)
+class Forward:
+    """One forward computation: tiles of queries over keys at any addresses.
+
+    `keys` describes the keys and values, which have one data type and one stride. A unit of work is one key/value head
+    of one element of `rows`; the `group` query heads that share the head are rows of one tile.
+    """
+
+    of: Queries
+    keys: Sequence[Spans]
+    seed: int | None = None  # of dropout
+    rows: list[Rows | SharedPrefix] = field(default_factory=list)
+    memory: list[object] = field(default_factory=list)  # more memory to which tasks point, kept alive
 
     def add(self, row: Row, spans: Spans, number: int = 0, first: int = 0, start: int = 0) -> None:
         """Add the queries of one sequence, whose keys [first, row.kv_len) are number `number` in `spans`.
 
         Queries do not see keys before `start`.
         """
-        self.rows += self._placed(row, spans, number, first, start).tiles(self.group, self._places[3].steps.row)
+        placed, of = self._placed(row, spans, number, first, start), self.of
+        self.rows += placed.tiles(of.group, of.places[3].steps.row) if row.q_len * of.group > TILE else (placed,)
 
     def _placed(self, row: Row, spans: Spans, number: Any, first: int = 0, start: int = 0) -> Rows:
         """Return the `Rows` of a sequence; of several if `number` and the members of `row` are arrays."""
-        offset, (left, right) = row.offset, self.spec.window
+        of, t, offset, (left, right) = self.of, self.of.t, row.offset, self.of.spec.window
         low, high = offset - left, offset + right + 1
         minimum, maximum = (min, max) if isinstance(number, int) else (np.minimum, np.maximum)
         start = minimum(maximum(low, start), row.kv_len)
         stop = maximum(minimum(row.kv_len, row.q_len - 1 + high), start)
-        q, o, lse, mask, blocks = self._places
-        at = row.batch, row.q_start
-        slopes, sinks = self.t.get("alibi_slopes"), self.t.get("sinks")
+        q, o, lse, mask, blocks = [  # with masks q_start is 0
+            place.address and place.address + row.batch * place.batch + row.q_start * place.steps.row
+            for place in of.places
+        ]
+        slopes, sinks = t.get("alibi_slopes"), t.get("sinks")
         first_slope = 0 if slopes is None or slopes.ndim == 1 else 4 * slopes.shape[1] * row.index
         return Rows(
-            q.at(*at), o.at(*at), lse.at(*at), self._steps, row.q_len, start, stop, spans.of_sequence(number),
-            spans.tokens, first, low, high, offset, 0 if slopes is None else slopes.data_ptr() + first_slope,
-            0 if sinks is None else sinks.data_ptr(), mask.at(row.batch, 0), blocks.at(row.batch, 0), row.index,
+            q, o, lse, of.steps, row.q_len, start, stop, spans.of_sequence(number), spans.tokens, first, low, high,
+            offset, 0 if slopes is None else slopes.data_ptr() + first_slope, 0 if sinks is None else sinks.data_ptr(),
+            mask, blocks, row.index,
         )  # fmt: skip
 
     def join(self, other: Forward) -> None:
@@ -148,13 +170,13 @@ class Forward:
         Form at least enough groups of sequences for `workers` threads, if there are enough sequences.
         """
         alone = [row for row in self.rows if isinstance(row, Rows)]
-        if len(alone) > 1 and not self.spec.options.dropout_p:
+        if len(alone) > 1 and not self.of.spec.options.dropout_p:
             shared = [row for row in self.rows if isinstance(row, SharedPrefix)]
-            self.rows = [*shared, *together(alone, self.group, -(-workers // self.heads))]
+            self.rows = [*shared, *together(alone, self.of.group, -(-workers // self.of.heads))]
 
     @property
     def units(self) -> int:
-        return len(self.rows) * self.heads
+        return len(self.rows) * self.of.heads
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +184,8 @@ class Forward:
         return self._nbytes(sum([row.keys for row in self.rows]))
 
     def _nbytes(self, keys: int) -> int:
-        return keys * self.heads * (self.spec.head_dim + self.spec.value_dim) * self.keys[0].dtype.itemsize
+        spec = self.of.spec
+        return keys * spec.kv_heads * (spec.head_dim + spec.value_dim) * self.keys[0].dtype.itemsize
 
     def workers(self, threads: int) -> int:
         """Return the number of threads for the work, at most `threads`."""
@@ -171,12 +194,15 @@ class Forward:
         return self._workers(threads, sum([row.keys for row in self.rows]), sum([row.pairs for row in self.rows]))
 
     def _workers(self, threads: int, keys: int, pairs: int) -> int:
-        flops = 2 * pairs * self.spec.q_heads * (self.spec.head_dim + self.spec.value_dim)
+        spec = self.of.spec
+        flops = 2 * pairs * spec.q_heads * (spec.head_dim + spec.value_dim)
         return max(1, min(threads, max(self._nbytes(keys) // _LEAST_BYTES, flops // _LEAST_FLOPS)))
 
-    def compute(self, first: int, last: int) -> None:
-        """Compute the units [first, last) in this thread."""
-        self.call([self._whole(first, last)])()
+    def parts(self, count: int) -> list[Part]:
+        """Return at most `count` parts with about equal work, which cover all units."""
+        edges = [0, *accumulate([pairs for row in self.rows for pairs in [row.pairs] * self.of.heads])]
+        cuts = sorted({bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)})
+        return [Part(self, first, last) for first, last in pairwise(cuts)]
 
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], Tensor]]]:
         """Divide the work about equally among `workers` threads: by units, or by chunks of keys if there are few units.
@@ -188,22 +214,16 @@ class Forward:
             return [self._whole(0, self.units)], []
         rows = [row for row in self.rows if isinstance(row, Rows)]
         if self.units >= 4 * workers or len(rows) < len(self.rows):
-            return [self._whole(first, last) for first, last in self.cuts(workers)], []
+            return [self._whole(part.first, part.last) for part in self.parts(workers)], []
         return self._between_chunks(rows, workers)
-
-    def cuts(self, count: int) -> list[tuple[int, int]]:
-        """Return at most `count` ranges of units with about equal work."""
-        edges = [0, *accumulate([pairs for row in self.rows for pairs in [row.pairs] * self.heads])]
-        cuts = sorted({bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)})
-        return [*pairwise(cuts)]
 
     def _between_chunks(
         self, rows: Sequence[Rows], workers: int
     ) -> tuple[list[list[int]], list[tuple[list[int], Tensor]]]:
         edges, scores = [0], []  # number of chunks up to each unit; scores of each chunk
         for row in rows:
-            edges += [edges[-1] + row.chunks * (head + 1) for head in range(self.heads)]
-            scores += [row.queries * max(1, keys) for keys in row.keys_of_chunks()] * self.heads
+            edges += [edges[-1] + row.chunks * (head + 1) for head in range(self.of.heads)]
+            scores += [row.queries * max(1, keys) for keys in row.keys_of_chunks()] * self.of.heads
         done = [*accumulate(scores, initial=0)]
         middles = [end - own / 2 for end, own in zip(done[1:], scores, strict=True)]
         cuts = [0]
@@ -223,20 +243,20 @@ class Forward:
                     start = edges[last]
                     continue
                 end = min(stop, edges[unit + 1])
-                row, head = rows[unit // self.heads], unit % self.heads
+                row = self._at_head(rows[unit // self.of.heads], unit % self.of.heads)
                 if unit not in merged:
-                    size = self.group * row.queries * self._state_size
+                    size = self.of.group * row.queries * self._state_size
                     merged[unit] = torch.empty(row.chunks, size, dtype=torch.float32, device="cpu")
-                tasks += self._part(row, head, start - edges[unit], end - edges[unit], merged[unit])
+                tasks += self._part(row, start - edges[unit], end - edges[unit], merged[unit])
                 start = end
             if tasks:
                 shares.append(tasks)
-        whole = [(rows[unit // self.heads], unit % self.heads, t) for unit, t in merged.items()]
-        return shares, [(self._task(row, head, 1, row.start, row.stop, t.data_ptr()), t) for row, head, t in whole]
+        whole = [(self._at_head(rows[unit // self.of.heads], unit % self.of.heads), t) for unit, t in merged.items()]
+        return shares, [(self._task(row, 1, row.start, row.stop, t.data_ptr()), t) for row, t in whole]
 
     def takes_together(self, rows: int, queries: int) -> bool:
         """Return whether `shares_together` supports `rows` sequences, the longest of which has this many queries."""
-        return rows >= TOGETHER and queries * self.group <= TILE
+        return rows >= TOGETHER and queries * self.of.group <= TILE
 
     def shares_together(self, row: Row, threads: int) -> list[array[int]]:
         """Return the tasks of many short sequences for each of at most `threads` threads. Sequence n has keys number n.
@@ -247,7 +267,7 @@ class Forward:
         rows = self._placed(row, self.keys[0], np.arange(len(row.index)))  # type: ignore[arg-type]
         _, queries, keys = np.broadcast_arrays(rows.q, rows.queries, rows.stop - rows.start)
         tasks = np.empty((len(queries), len(TASK)), np.int64)
-        for column, member in enumerate(self._task(rows, 0, self.heads, rows.start, rows.stop)):
+        for column, member in enumerate(self._task(rows, self.of.heads, rows.start, rows.stop)):
             tasks[:, column] = member
         workers = self._workers(threads, int(keys.sum()), int((queries * keys).sum()))
         edges = (queries * np.maximum(keys, 1)).cumsum()
@@ -262,7 +282,7 @@ class Forward:
         The arguments are results of `shares`. The function may be called again while the tensors stay at their
         addresses.
         """
-        functions, memory = self._functions(), [array("q", tasks) for tasks in shares]
+        functions, memory = self.of.functions, [array("q", tasks) for tasks in shares]
         compute = calls.prepared(functions.forward, [self._call(tasks) for tasks in memory], (self, memory))
         if not merged:
             return compute
@@ -295,96 +315,107 @@ class Forward:
                 tasks.of_tensor(TASK.index(member), number[name], tensors[name])
         for column, name in enumerate("kv"):
             keys.of_tensor(column, number[name], tensors[name])
-        return calls.Replay(self._functions().forward, called, tasks, keys)
+        return calls.Replay(self.of.functions.forward, called, tasks, keys)
 
     def _whole(self, first: int, last: int) -> list[int]:
+        """Return the tasks for the units [first, last)."""
         tasks = []
         while first < last:
-            number, head = divmod(first, self.heads)
-            count = min(self.heads - head, last - first)
+            number, head = divmod(first, self.of.heads)
+            count = min(self.of.heads - head, last - first)
             row = self.rows[number]
             if isinstance(row, Rows):
-                tasks += self._task(row, head, count, row.start, row.stop)
+                tasks += self._task(self._at_head(row, head) if head else row, count, row.start, row.stop)
             else:
                 tasks += self._prefix(row, head, count)
             first += count
         return tasks
 
-    def _part(self, row: Rows, head: int, first: int, last: int, states: Tensor) -> list[int]:
+    def _part(self, row: Rows, first: int, last: int, states: Tensor) -> list[int]:
         """Return the task for the chunks [first, last) of a head's keys.
 
         `states` is memory for the states of all chunks of the head.
         """
         edge = row.start // CHUNK
         start, stop = max(row.start, (edge + first) * CHUNK), min(row.stop, (edge + last) * CHUNK)
-        return self._task(row, head, 1, start, stop, states.data_ptr() + first * states.stride(0) * 4)
+        return self._task(row, 1, start, stop, states.data_ptr() + first * states.stride(0) * 4)
 
     @property
     def _state_size(self) -> int:
         """Return the number of floats in the softmax state of one row, as `state_size` in forward.c does."""
-        return 2 + -(-self.spec.value_dim // native.VECTOR) * native.VECTOR
+        return 2 + -(-self.of.spec.value_dim // native.VECTOR) * native.VECTOR
 
     def _prefix(self, prefix: SharedPrefix, head: int, heads: int) -> list[int]:
         """Return the tasks of a shared prefix, in the order in which one thread must compute them."""
-        edges = [self.group * queries for queries in accumulate((row.queries for row in prefix.rows), initial=0)]
+        group = self.of.group
+        edges = [group * queries for queries in accumulate((row.queries for row in prefix.rows), initial=0)]
         states = np.zeros((heads, edges[-1], self._state_size), np.float32)
         states[:, :, 0] = -np.inf
         step = states[0].size
         rows = [
-            row._replace(state=states[0, edge:].ctypes.data, state_head=step)
+            self._at_head(row, head)._replace(state=states[0, edge:].ctypes.data, state_head=step)
             for row, edge in zip(prefix.rows, edges, strict=False)
         ]
         readers = array("q")
         for row in rows:
-            readers.extend(self._reader(row, head))
+            readers.extend(self._task(row, heads, 0, 0)[: len(READER)])
         self.memory += states, readers
         tasks = []
         for run in prefix.runs:
             together = rows[run.first]._replace(
-                lse=0, sinks=0, queries=(edges[run.last] - edges[run.first]) // self.group, low=-UNBOUNDED,
-                high=UNBOUNDED, state=0, readers=readers.buffer_info()[0] + run.first * len(READER) * readers.itemsize,
+                lse=0, sinks=0, queries=(edges[run.last] - edges[run.first]) // group, low=-UNBOUNDED, high=UNBOUNDED,
+                state=0, readers=readers.buffer_info()[0] + run.first * len(READER) * readers.itemsize,
                 reader_count=run.last - run.first,
             )  # fmt: skip
-            tasks += self._task(together, head, heads, run.start, run.stop)
+            tasks += self._task(together, heads, run.start, run.stop)
         for row, tail in zip(rows, prefix.tails, strict=True):
-            tasks += self._task(row, head, heads, tail, row.stop)
+            tasks += self._task(row, heads, tail, row.stop)
         return tasks
 
-    def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, parts: int = 0) -> list[int]:
-        """Return one `struct task` of forward.h: the members in TASK, in order."""
-        query, (_, o, lse), (*_, mask, blocks) = head * self.group, row.steps, self._places
+    def _at_head(self, row: Rows, head: int) -> Rows:
+        """Return rows from key/value head `head` on, in place of 0."""
+        query, (*_, mask, blocks) = head * self.of.group, self.of.places
+        return row._replace(
+            head=head,
+            q=row.q + query * row.steps.q.head,
+            o=row.o + query * row.steps.o.head,
+            lse=row.lse and row.lse + query * row.steps.lse.head,
+            slopes=row.slopes and row.slopes + 4 * query,
+            sinks=row.sinks and row.sinks + 4 * query,
+            mask=row.mask and row.mask + query * mask.steps.head,
+            blocks=row.blocks and row.blocks + query * blocks.steps.head,
+        )
+
+    def _task(self, row: Rows, heads: int, start: int, stop: int, parts: int = 0) -> list[int]:
+        """Return one `struct task` of forward.h for `heads` heads: the members in TASK, in order."""
+        of, (q, o, lse), (*_, mask, blocks) = self.of, row.steps, self.of.places
         return [
-            *self._reader(row, head),
-            row.o + query * o.head, *o,
-            _moved(row.lse, query * lse.head), *lse,
-            _moved(row.slopes, 4 * query), _moved(row.sinks, 4 * query),
-            _moved(row.mask, query * mask.steps.head), *mask.steps,
-            _moved(row.blocks, query * blocks.steps.head), *blocks.steps,
-            heads, head, start, stop, row.low, row.high, row.offset,
+            row.q, *q, row.queries, row.state, row.state_head,
+            row.o, *o, row.lse, *lse, row.slopes, row.sinks, row.mask, *mask.steps, row.blocks, *blocks.steps,
+            heads, row.head, start, stop, row.low, row.high, row.offset,
             row.spans, row.first, row.tokens,
-            parts, row.sequence, self.first_head + query, row.query,
+            parts, row.sequence, of.first_head + row.head * of.group, row.query,
             row.readers, row.reader_count,
         ]  # fmt: skip
 
-    def _reader(self, row: Rows, head: int) -> tuple[int, ...]:
-        """Return one `struct reader` of forward.h: the members in READER, in order."""
-        step = row.steps.q
-        return row.q + head * self.group * step.head, *step, row.queries, row.state, row.state_head
-
-    def _functions(self) -> native.Functions:
-        library = native.library()
-        assert library is not None
-        return library.of(native.DTYPES[TYPES[self.t["q"].dtype]])
-
     def _call(self, tasks: array[int]) -> _Call:
-        spec, keys = self.spec, self.keys[0]
-        return _Call(
-            k_type=TYPES[keys.dtype], q_type=TYPES[self.t["q"].dtype], dim=spec.head_dim, value_dim=spec.value_dim,
-            group=self.group, k_row=keys.k_step, v_row=keys.v_step, count=len(tasks) // len(TASK),
-            tasks=tasks.buffer_info()[0], **of_scores(spec, self.t.get("attn_mask"), self.seed),
-        )  # fmt: skip
+        """Return the argument of the C function for these tasks."""
+        call, keys = _Call.from_buffer_copy(self.of.call), self.keys[0]
+        call.k_type, call.k_row, call.v_row = TYPES[keys.dtype], keys.k_step, keys.v_step
+        call.count, call.tasks = len(tasks) // len(TASK), tasks.buffer_info()[0]
+        if p := self.of.spec.options.dropout_p:
+            call.dropout = Dropped.of(self.seed, p)
+        return call
 
 
-def _moved(address: Any, by: int) -> Any:
-    """Return addresses plus an offset in bytes; an address of 0 (absent) stays 0."""
-    return address + by if isinstance(address, np.ndarray) or address else 0
+class Part(NamedTuple):
+    """The units [first, last) of a forward, which one core computes."""
+
+    forward: Forward
+    first: int
+    last: int
+
+    def compute(self) -> None:
+        """Compute these rows of o and lse, in this thread."""
+        tasks = array("q", self.forward._whole(self.first, self.last))
+        calls.prepared(self.forward.of.functions.forward, [self.forward._call(tasks)])()

@@ -124,6 +124,7 @@ class Rows(NamedTuple):
     blocks: int = 0
     sequence: int = 0  # number of the sequence, for dropout
     query: int = 0  # position of the first query, for dropout and the block mask
+    head: int = 0  # the first key/value head; addresses are those of its first query head
     # `state`: address of the softmax state of earlier keys, or 0. `readers`: address of `reader_count` `struct reader`
     # (forward.h) if the queries are of several sequences, else 0.
     state: int = 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Options, attention
-from flashpoint_kernels.native.forward import TASK, Forward
+from flashpoint_kernels.native.forward import TASK, Forward, Queries
 from flashpoint_kernels.native.rows import CHUNK, UNBOUNDED, ByteSteps, QuerySteps, Rows, Spans
 from tests.support.kernels.solving import qkv
 
@@ -23,7 +23,8 @@ def forward_of(lengths: Sequence[tuple[int, int]], heads: int, causal: bool) -> 
     """Return a forward that is divided, but not computed, so that no address is real."""
     t = {name: torch.empty(1, heads, 1, 64, dtype=torch.float32) for name in ("q", "k", "v", "o")}
     spec = plan({name: TensorInfo("float32", tuple(t[name].shape)) for name in "qkv"}, Options(), "forward")
-    forward = Forward(spec, t, [Spans(np.zeros((1, 8), np.int64), 1, torch.float32, k_step=256, v_step=256)])
+    spans = Spans(np.zeros((1, 8), np.int64), 1, torch.float32, k_step=256, v_step=256)
+    forward = Forward(Queries(spec, t), [spans])
     steps = ByteSteps(1 << 20, 256)
     for number, (queries, keys) in enumerate(lengths):
         high = keys - queries + 1 if causal else UNBOUNDED

@@ -37,10 +37,10 @@ import msgspec
 import structlog
 import torch
 
+from flashpoint_kernels.cpu_backend.spans import Part
 from flashpoint_kernels.problems.cost import NOMINAL
 from flashpoint_server.engine import loop, process, self_test
 from flashpoint_server.engine.caches import store
-from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.execution import executor
 from flashpoint_server.engine.execution.cpu import CpuDevice
 from flashpoint_server.engine.execution.cuda import CudaDevice
@@ -143,7 +143,7 @@ class Faulty:
 
     def run(self, part, backend):
         super().run(part, backend)
-        if SWAP.there() and not isinstance(part, CachedPart):
+        if SWAP.there() and not isinstance(part, Part):
             shapes = tuple((name, tuple(t.shape)) for name, t in part.outputs.items())
             outputs = {name: t.clone() for name, t in part.outputs.items()}
             for name, tensor in self.last.get(shapes, {}).items():

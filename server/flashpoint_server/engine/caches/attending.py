@@ -1,9 +1,8 @@
 """Prepare attention over caches: write the new tokens, and make a `Problem` from all tokens of the caches.
 
-On the CPU the `cpu` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
-in place through a block table (pages.py). In other cases keys are copied into pages: on the CPU, for the other backends
-and for calls that the kernels in C do not support; on a GPU, for calls with masks, dropout or top-left causal alignment
-over caches that have dropped tokens.
+On the CPU the `cpu` backend reads chunks in place. On a GPU chunks are pages, and the kernels read them in place
+through a block table (pages.py). In other cases keys are copied into pages: on the CPU, for the other backends; on a
+GPU, for calls with masks, dropout or top-left causal alignment over caches that have dropped tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
-from flashpoint_kernels.cpu_backend.forward import readable_mask
-from flashpoint_kernels.native.forward import Forward
+from flashpoint_kernels.cpu_backend.forward import repeats
+from flashpoint_kernels.cpu_backend.spans import CallOverSpans, Part, Queries, parts_of, queries_of
 from flashpoint_kernels.problems.problem import drawn_seed
+from flashpoint_kernels.problems.reproducible import split
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.idempotency import payload_of
@@ -35,11 +35,10 @@ from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, PlacedTensor
 from flashpoint_server.refusal import Refusal, invalid, of_problem
 
-_OF_HEADS = frozenset({"alibi_slopes", "sinks"})
 _MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns are positions in a cache, from 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CallTensors:
     """The tensors of a call over caches: its inputs, and the memory for its answers.
 
@@ -55,6 +54,7 @@ class CallTensors:
     outputs: Mapping[str, Tensor]
     rows: tuple[Row, ...]
     weights: Tensor | None = None
+    _queries: Queries | None = None  # kept if the kernels in C read all tensors in place
 
     @classmethod
     def of(cls, spec: Spec, tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> CallTensors:
@@ -80,15 +80,19 @@ class CallTensors:
         return [(_rows_of(k, row), _rows_of(v, row)) for row in self.rows]
 
     @cached_property
-    def views(self) -> dict[str, Tensor]:
-        """The canonical views of q, o and lse."""
-        shell = self.shell({"q": self.tensors["q"]})
-        return {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
+    def has_gaps(self) -> bool:
+        """Whether some rows of the outputs may belong to no sequence."""
+        return self.spec.ragged or "q_lengths" in self.tensors
 
-    def clear_outputs(self) -> None:
-        """Fill the outputs as for queries that see no key (o 0, lse −inf), if some rows may belong to no sequence."""
-        if self.spec.ragged or "q_lengths" in self.tensors:
-            self.shell({}).clear_outputs()
+    @property
+    def queries(self) -> Queries:
+        """The call without its keys, for the kernels in C."""
+        if (queries := self._queries) is None:
+            shell = self.shell({name: t for name, t in self.tensors.items() if name not in ("k", "v")})
+            queries = queries_of(shell)
+            if repeats(shell):
+                self._queries = queries
+        return queries
 
     def shell(self, tensors: Mapping[str, Tensor]) -> Problem:
         """Return an incomplete `Problem`, only for its canonical views of `tensors` and of the outputs."""
@@ -130,22 +134,20 @@ class CachedCall(NamedTuple):
 
         Without new tokens, check that the caches still have the tokens to read, and that the masks are long enough.
         """
-        cache_ref, rows = self.cache_ref, self.of.rows
-        self._check_weights(store)
-        if (new := self.of.new) is not None:
+        cache_ref, of = self.cache_ref, self.of
+        if of.weights is not None:
+            self._check_weights(store, of.weights)
+        if (new := of.new) is not None:
             return store.write(self.terms, cache_ref.caches, cache_ref.layer, cache_ref.at, new, self._first_seen)
         caches = store.find(self.terms, cache_ref.caches)
         lengths = [cache.tracks[cache_ref.layer].length for cache in caches]
-        first = [self.lowest(row.q_len, length) for row, length in zip(rows, lengths, strict=True)]
+        first = [self.lowest(row.q_len, length) for row, length in zip(of.rows, lengths, strict=True)]
         store.readable(caches, cache_ref.layer, first)
-        read_lengths = [length for length, row in zip(lengths, rows, strict=True) if row.q_len]
-        self._check_mask(max(read_lengths, default=0))
+        self._check_mask(max([length for length, row in zip(lengths, of.rows, strict=True) if row.q_len], default=0))
         return caches
 
-    def _check_weights(self, store: CacheStore) -> None:
+    def _check_weights(self, store: CacheStore, room: Tensor) -> None:
         """Raise Refusal 409 if the memory for key weights is shorter than a cache will be: it grew since its look."""
-        if (room := self.of.weights) is None:
-            return
         ref, count = self.cache_ref, 0 if self.of.new is None else self.of.spec.q_len
         at = ref.at or [cache.tracks[ref.layer].length for cache in store.find(self.terms, ref.caches)]
         if max(at) + count > room.shape[-1]:
@@ -153,10 +155,12 @@ class CachedCall(NamedTuple):
 
     def _first_seen(self, queries: int, length: int) -> int:
         """Return `lowest` for a cache that will have `length` tokens. Raises Refusal 422 if a mask is shorter."""
-        self._check_mask(length)
+        if not _MASKS.isdisjoint(self.of.tensors):
+            self._check_mask(length)
         return self.lowest(queries, length)
 
     def _check_mask(self, length: int) -> None:
+        """Raise Refusal 422 if a mask has fewer columns than `length`."""
         mask = self.of.tensors.get("attn_mask")
         if mask is not None and mask.ndim and mask.shape[-1] != 1 and mask.shape[-1] < length:
             raise invalid([("attn_mask", f"has {mask.shape[-1]} columns, but a cache has {length} tokens")])
@@ -165,26 +169,22 @@ class CachedCall(NamedTuple):
             mismatch = f"has {blocks.shape[-1]} blocks of {size} keys, but a cache has {length} tokens"
             raise invalid([("block_mask", mismatch)])
 
-    def reading(self, caches: Sequence[StoredCache]) -> tuple[Forward, Sequence[Row]]:
-        """Return the computation of the kernels in C, and the call's sequences. Call this after `write`."""
-        call, spec = self.of, self.of.spec
-        tracks = [cache.tracks[self.cache_ref.layer] for cache in caches]
-        call.clear_outputs()
-        shell = call.shell({name: t for name, t in call.tensors.items() if name in _OF_HEADS})
-        t = call.views | {name: shell.view(name).contiguous() for name in shell.tensors}
-        t |= {name: self._mask(name) for name in _MASKS if name in call.tensors}
-        spans = [track.spans() for track in tracks]
-        seed = drawn_seed(spec.options) if self.seed is None else self.seed
-        forward = Forward(spec, t, spans, seed)
-        rows = [
-            row._replace(kv_len=track.length, offset=spec.offset(row.q_len, track.length))
-            for row, track in zip(call.rows, tracks, strict=True)
-        ]
-        for row, track, span in zip(rows, tracks, spans, strict=True):
-            if row.q_len:
-                first, start = track.first // CHUNK * CHUNK, max(self.lowest(row.q_len, track.length), track.first)
-                forward.add(row, span, first=first, start=start)
-        return forward, rows
+    def over_spans(self, caches: Sequence[StoredCache]) -> CallOverSpans:
+        """Return the call with the places of its keys, for the kernels in C. Call this after `write`."""
+        of, spec, seed = self.of, self.of.spec, self.seed
+        if of.has_gaps:
+            of.shell({}).clear_outputs()
+        if seed is None and spec.options.dropout_p:
+            seed = drawn_seed(spec.options)
+        call = CallOverSpans(of.queries, [], [], [], [], seed)
+        for row, cache in zip(of.rows, caches, strict=True):
+            track = cache.tracks[self.cache_ref.layer]
+            length = track.length
+            call.rows.append(row._replace(kv_len=length, offset=spec.offset(row.q_len, length)))
+            call.spans.append(track.spans())
+            call.first.append(track.first // CHUNK * CHUNK)
+            call.start.append(max(self.lowest(row.q_len, length), track.first))
+        return call
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
         """Return the call's problem, with the keys and values of the caches as pages. Raises Refusal 422."""
@@ -223,12 +223,6 @@ class CachedCall(NamedTuple):
         except ProblemError as error:
             raise of_problem(error) from None
 
-    def _mask(self, name: str) -> Tensor:
-        """Return a mask of shape (B, Hq, rows, columns) that the kernels in C can read."""
-        spec, t = self.of.spec, readable_mask(self._four_dimensional()[name])
-        t = t.reshape((1,) * (4 - t.ndim) + tuple(t.shape))
-        return t.expand(spec.batch, spec.q_heads, spec.q_len if name == "attn_mask" else -1, -1)
-
     def _four_dimensional(self) -> dict[str, Tensor]:
         """Return the call's tensors except k and v. A dimension of heads is added where it is missing."""
         given = {name: t for name, t in self.of.tensors.items() if name not in ("k", "v")}
@@ -242,6 +236,30 @@ class CachedCall(NamedTuple):
         if self.of.spec.ragged or self.of.spec.rank == 4:
             return t
         return t.unsqueeze(-3 if columns else -2) if self.of.spec.rank == 3 else t[None, None]
+
+
+class Sequences(NamedTuple):
+    """The sequences of a call over caches, and its seed of dropout."""
+
+    rows: Sequence[Row]
+    seed: int | None
+
+
+def attend(
+    calls: Sequence[tuple[CachedCall, Sequence[StoredCache]]], backend: str, cores: int
+) -> tuple[list[Sequences], Sequence[Problem | Part]]:
+    """Cut calls over caches into parts for `cores` CPU cores. Return the sequences of each call, and the parts.
+
+    The new tokens of the calls must already be in the caches. Several calls must have equal sizes, scale and softcap,
+    and `shares` must be true for each. Raises Refusal 422.
+    """
+    if backend != "cpu":
+        ((call, caches),) = calls
+        parts = split(call.problem(caches), backend)
+        rows = [row for part in parts if not part.first_head for row in part.rows]
+        return [Sequences(rows, parts[0].seed)], parts
+    spanned = [call.over_spans(caches) for call, caches in calls]
+    return [Sequences(call.rows, call.seed) for call in spanned], parts_of(spanned, cores)
 
 
 def _rows_of(view: Tensor, row: Row) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK, chunk_tokens
-from flashpoint_kernels.native.rows import Spans
+from flashpoint_kernels.cpu_backend.spans import Spans
 from flashpoint_kernels.quantization import quantize, restored
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab

@@ -12,10 +12,10 @@ from pathlib import Path
 from msgspec.structs import replace as replace_fields
 
 from flashpoint_kernels import available_backends, native, run
+from flashpoint_kernels.cpu_backend.spans import shares
 from flashpoint_kernels.problems.reproducible import CORES
 from flashpoint_kernels.timing.device import device_name
 from flashpoint_server.engine.caches.attending import CallTensors
-from flashpoint_server.engine.caches.parts import shares
 from flashpoint_server.engine.execution.device import NO_COPIES, ComputeDevice, Stages, speed_of
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest
 from flashpoint_server.engine.state.memory import tensor_in

@@ -22,15 +22,15 @@ from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Row
 from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
 from flashpoint_kernels import Problem
+from flashpoint_kernels.cpu_backend.spans import Part
 from flashpoint_kernels.dispatching import dispatch
 from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.problems.problem import check_scales
 from flashpoint_kernels.problems.reproducible import split
 from flashpoint_server.engine.benchmarks import local
-from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
+from flashpoint_server.engine.caches.attending import CachedCall, CallTensors, Sequences, attend
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
-from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.caches.weighing import WeighingPart, weigh, weighing
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError
@@ -206,7 +206,7 @@ class ComputeDevice(ABC):
 
     def attend(
         self, calls: Sequence[tuple[CachedCall, Sequence[StoredCache]]], backend: str, cores: int
-    ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
+    ) -> tuple[list[Sequences], Sequence[Problem | Part]]:
         """Cut calls over caches into parts for `cores` cores. Return each call's sequences and seed, and the parts.
 
         `write` has written the calls' tokens. Several calls must have equal `kin`. Raises Refusal.
@@ -214,10 +214,10 @@ class ComputeDevice(ABC):
         with self._device_errors:
             return attend(calls, backend, cores)
 
-    def run(self, part: Problem | CachedPart | WeighingPart, backend: str) -> None:
+    def run(self, part: Problem | Part | WeighingPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
         with self._device_errors:
-            if isinstance(part, CachedPart | WeighingPart):
+            if isinstance(part, Part | WeighingPart):
                 part.compute()
             else:
                 run_part(part, backend)

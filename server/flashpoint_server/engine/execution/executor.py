@@ -14,10 +14,10 @@ import structlog
 
 from flashpoint_contract.schemas.verify import VerifyProgress
 from flashpoint_kernels import Problem
+from flashpoint_kernels.cpu_backend.spans import Part
 from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.cache_calls import execute
-from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.caches.weighing import WeighingPart
 from flashpoint_server.engine.execution.device import NO_COPIES, ComputeDevice, DeviceLostError, Stages
 from flashpoint_server.engine.execution.kernel_threads import KernelThreads
@@ -103,7 +103,7 @@ class Executor:
             return error
         return None
 
-    def _run_part(self, problem: Problem | CachedPart | WeighingPart, backend: str) -> None:
+    def _run_part(self, problem: Problem | Part | WeighingPart, backend: str) -> None:
         try:
             self.device.run(problem, backend)
         except OutOfMemoryError:
@@ -130,7 +130,7 @@ class Executor:
             return error
         return None
 
-    def _cut_calls(self, requests: Sequence[EngineRequest], cores: int) -> Sequence[Problem | CachedPart]:
+    def _cut_calls(self, requests: Sequence[EngineRequest], cores: int) -> Sequence[Problem | Part]:
         """Write the new tokens of calls over stored caches into the caches. Return the parts to compute, of all calls.
 
         A call that fails gets `failure` and has no parts; if there is only one call, its error is raised.

@@ -19,10 +19,10 @@ from flashpoint_contract.caches import CHUNK, LayerShape, plan_cached
 from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import attention
+from flashpoint_kernels.cpu_backend.spans import Part, shares
 from flashpoint_kernels.native.prefix import SharedPrefix
-from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
+from flashpoint_server.engine.caches.attending import CachedCall, CallTensors, attend
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
-from flashpoint_server.engine.caches.parts import CachedPart, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import CacheRef, CacheShape
@@ -70,16 +70,16 @@ class Forks:
         caches = CacheRef("alice", tuple(serials), self.shape, 0, None, "", None, -1)
         return CachedCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
 
-    def answers(self, calls: list[CachedCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[CachedPart]]:
+    def answers(self, calls: list[CachedCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[Part]]:
         """Compute calls in one batch; return ({"o": …, "lse": …} of each call, the parts of the batch)."""
         _, parts = attend([(call, call.write(self.store)) for call in calls], "cpu", cores)
-        cached = [part for part in parts if isinstance(part, CachedPart)]
+        cached = [part for part in parts if isinstance(part, Part)]
         for part in cached:
             part.compute()
         return [dict(call.of.outputs) for call in calls], cached
 
 
-def prefixes(parts: list[CachedPart]) -> list[SharedPrefix]:
+def prefixes(parts: list[Part]) -> list[SharedPrefix]:
     return [row for row in parts[0].forward.rows if isinstance(row, SharedPrefix)]
 
 

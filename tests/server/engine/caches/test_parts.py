@@ -16,10 +16,10 @@ from flashpoint_contract.caches import CHUNK, LayerShape, plan_cached
 from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Problem, attention, native, quantize
+from flashpoint_kernels.cpu_backend.spans import Part
 from flashpoint_kernels.dispatching.dispatch import run_part
-from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
+from flashpoint_server.engine.caches.attending import CachedCall, CallTensors, attend
 from flashpoint_server.engine.caches.cache import Terms
-from flashpoint_server.engine.caches.parts import CachedPart, attend
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import CacheRef, CacheShape
@@ -56,7 +56,7 @@ class Caches:
 
     def attend(
         self, which: list[int], tensors: dict[str, Tensor], cores: int = 1, backend: str = "cpu", **options: Any
-    ) -> tuple[Tensor, Tensor, list[Problem | CachedPart]]:
+    ) -> tuple[Tensor, Tensor, list[Problem | Part]]:
         infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
         layer = LayerShape(HK, self.shape.head_dim[0], self.shape.value_dim[0], self.dtype)
         spec = plan_cached(infos, Options(return_lse=True, **options), layer, len(which))
@@ -66,7 +66,7 @@ class Caches:
         call = CachedCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
         _, parts = attend([(call, call.write(self.store))], backend, cores)
         for part in parts:
-            if isinstance(part, CachedPart):
+            if isinstance(part, Part):
                 part.compute()
             else:
                 run_part(part, backend)
@@ -119,7 +119,7 @@ def test_any_call_is_right_and_has_the_bits_of_each_sequence_alone(
     every = list(range(len(lengths)))
     given_mask = {"attn_mask": masks} if mask else {}
     o, lse, parts = caches.attend(every, {"q": q, **extra, **given_mask}, cores, **options)
-    assert all(isinstance(part, CachedPart) for part in parts)
+    assert all(isinstance(part, Part) for part in parts)
     for n in every[:1] if dropout_p else every:  # dropout depends on the index in the batch
         own_o, own_lse, _ = caches.attend([n], {"q": q[n : n + 1], **extra, **masked(n)}, 1, **options)
         assert torch.equal(own_o[0], o[n])
@@ -149,7 +149,7 @@ def test_a_window_over_a_cache_that_has_dropped_its_first_chunks() -> None:
     assert cache.tracks[0].first >= 3 * CHUNK
     q = normal(1, 4, 2, D, seed=7)
     o, _, parts = caches.attend([0], {"q": q}, window=(500, 0), causal=True)
-    assert isinstance(parts[0], CachedPart)
+    assert isinstance(parts[0], Part)
     right, _ = caches.expected(0, {"q": q}, window=(500, 0), causal=True)
     torch.testing.assert_close(o[0], right, rtol=5e-6, atol=5e-6)
 
