@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from msgspec import Raw
+from msgspec import structs
 from pydantic import ValidationError
 
 from flashpoint_contract import caches, saved, wire
@@ -28,7 +28,7 @@ from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_kernels.problems.workspace import workspace_of
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.bodies import pack_options
+from flashpoint_server.ipc.bodies import PlannedCall, encode, read_planned
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import CachedRates, Price, price_of
 from flashpoint_server.ipc.staging import Layout
@@ -77,13 +77,18 @@ class Plan(NamedTuple):
 
     spec: Spec
     backend: str
-    options: Raw  # encoded for the engine
+    packed: bytes  # a `PlannedCall`, encoded for the engine
     layout: Layout
     price: Price
     answers: Mapping[str, TensorInfo]
     heads: dict[str, bytes]
     rates: CachedRates | None = None
     left: int = -1
+
+    def placed(self, layout: Layout) -> Plan:
+        """Return the plan with its tensors at the places of another layout."""
+        call = structs.replace(read_planned(self.packed), inputs=layout.inputs, outputs=layout.outputs)
+        return self._replace(layout=layout, packed=encode(call))
 
 
 class Plans:
@@ -142,7 +147,14 @@ def _planned(
     price = rates.price((), 0) if rates is not None else price_of(spec, backend, device)
     answers = {name: info for name, info in spec.outputs.items() if name != "lse" or call.options.return_lse}
     layout = Layout.of(infos.items(), spec.outputs)
-    return Plan(spec, backend, pack_options(spec.options), layout, price, answers, {}, rates, left)
+    packed = encode(
+        PlannedCall(
+            spec.direction, spec.options, backend, layout.inputs, layout.outputs,
+            layer=beside if call.kind == "caches" else None, caches=count,
+            recalled=beside if call.kind == "saved" else (),
+        )
+    )  # fmt: skip
+    return Plan(spec, backend, packed, layout, price, answers, {}, rates, left)
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:

@@ -39,7 +39,7 @@ from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
 from flashpoint_server.formats.safetensors import SafetensorsMessage
 from flashpoint_server.http.body import RequestBody
-from flashpoint_server.ipc.bodies import pack_options, read_options
+from flashpoint_server.ipc.bodies import read_planned
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.oip import head as oip_head
 from flashpoint_server.oip.datatypes import DATATYPE_OF
@@ -166,7 +166,7 @@ def use(plan: Plan, index: Mapping[str, list[int]]) -> None:
     assert spec.flops >= 0
     assert spec.level in (0, 1, 2)
     assert all(info.nbytes >= 0 for info in spec.outputs.values())
-    assert read_options(pack_options(spec.options)) == spec.options
+    assert read_planned(plan.packed).options == spec.options
     try:
         hash(launch_key(spec, plan.backend))
         if spec.footprint <= DEVICE_MEMORY and index.keys() == set(INDEX_TENSORS) & spec.tensors.keys():

@@ -1,26 +1,28 @@
 """The bodies of jobs for an engine: attention, a verification, or a call about caches or saved forwards.
 
-A body is sent to the engine inside a `Submit` (messages.py). Its type decides how the engine handles it.
+A body is sent to the engine inside a `Submit` (messages.py). Its type decides how the engine handles it. That of
+attention is bytes: a `PlannedCall`, which an HTTP process encodes once for all calls of a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
+from flashpoint_contract.caches import LayerShape
 from flashpoint_contract.options import Direction, Options
+from flashpoint_contract.tensors import TensorInfo
 
 encode = msgspec.msgpack.Encoder().encode
-SLOT = -1  # in the place of a segment's number: the slot of a request, which it does not have yet
+SLOT = -1  # in the place of a segment's number: the slot of a request
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in shared memory: in row-major order, from byte `offset` of `segment` (a number, see messages.py).
 
-    In a layout, which many requests share, `segment` is SLOT, and `offset` counts from the start of a request's slot.
+    If `segment` is SLOT, `offset` counts from the start of the request's slot, so that requests can share layouts.
     """
 
     name: str
@@ -30,9 +32,9 @@ class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-def with_shapes(tensors: Iterable[PlacedTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[PlacedTensor]:
+def with_shapes(tensors: Iterable[PlacedTensor], shapes: Mapping[str, tuple[int, ...]]) -> tuple[PlacedTensor, ...]:
     """Return the tensors with other shapes of at most as many elements, by name."""
-    return [PlacedTensor(t.name, t.dtype, shapes.get(t.name, t.shape), t.segment, t.offset) for t in tensors]
+    return tuple([PlacedTensor(t.name, t.dtype, shapes.get(t.name, t.shape), t.segment, t.offset) for t in tensors])
 
 
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +50,24 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
         return len(self.kv_heads)
 
 
-LayerSizes = tuple[int, int, int, str]  # the fields of flashpoint_contract.caches.LayerShape
+class PlannedCall(msgspec.Struct, frozen=True, array_like=True):
+    """Compute attention or its gradients on `backend`: what all calls of a plan have in common.
+
+    `options` has the dropout seed 0 in the place of any other. If keys and values are in caches, `layer` is the shape
+    of their layer, and `caches` their number. `recalled` are the tensors of the saved forward that the calls use.
+    """
+
+    direction: Direction
+    options: Options
+    backend: str
+    inputs: tuple[PlacedTensor, ...]
+    outputs: tuple[PlacedTensor, ...]
+    layer: LayerShape | None = None
+    caches: int = 0
+    recalled: tuple[tuple[str, TensorInfo], ...] = ()
+
+
+read_planned = msgspec.msgpack.Decoder(PlannedCall).decode
 
 
 class CacheRef(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +83,6 @@ class CacheRef(msgspec.Struct, frozen=True, array_like=True):
 
     owner: str
     caches: tuple[int, ...]
-    shape: LayerSizes
     layer: int
     at: tuple[int, ...] | None
     key: str
@@ -84,52 +102,10 @@ class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute the gradients of the saved forward `serial` of `owner`.
-
-    `tensors` has the name, dtype and shape of each saved tensor.
-    """
+    """Compute the gradients of the saved forward `serial` of `owner`."""
 
     owner: str
     serial: int
-    tensors: list[tuple[str, str, tuple[int, ...]]]
-
-
-class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute attention or its gradients on `backend`. `cache_ref` is set if keys and values are in caches.
-
-    `seed` is the seed of dropout, if the caller has set one: `options` has 0 in its place, so that calls which differ
-    in it alone have equal options. `saved` is set if the forward is to be saved, or if the gradients are those of a
-    saved forward.
-    """
-
-    direction: Direction
-    options: msgspec.Raw  # packed Options; equal ones are decoded once: see `read_options`
-    backend: str
-    seed: int | None = None
-    cache_ref: CacheRef | None = None
-    saved: Save | Recall | None = None
-
-    @property
-    def recall(self) -> Recall | None:
-        """The saved forward whose gradients are computed, or None."""
-        return self.saved if isinstance(self.saved, Recall) else None
-
-    @property
-    def save(self) -> Save | None:
-        """How to save the forward, or None if it is not saved."""
-        return self.saved if isinstance(self.saved, Save) else None
-
-    @property
-    def serials(self) -> tuple[int, ...]:
-        """The serial numbers of the caches, or of the saved forward, that the job uses."""
-        if self.cache_ref is not None:
-            return self.cache_ref.caches
-        return () if self.recall is None else (self.recall.serial,)
-
-    @property
-    def uses(self) -> bool:
-        """Whether the end of the job restarts the time to live of `serials`."""
-        return True
 
 
 class VerifyCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -272,17 +248,4 @@ class SavedCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return self.operation != "look"
 
 
-Body = AttentionCall | VerifyCall | CacheCall | SavedCall
-
-
-def pack_options(options: Options) -> msgspec.Raw:
-    return msgspec.Raw(encode(options))
-
-
-def read_options(packed: msgspec.Raw) -> Options:
-    return _read_options(bytes(packed))
-
-
-@lru_cache(1024)  # checking the options takes as long as decoding the rest of a message
-def _read_options(packed: bytes) -> Options:
-    return msgspec.msgpack.decode(packed, type=Options)
+Body = bytes | VerifyCall | CacheCall | SavedCall

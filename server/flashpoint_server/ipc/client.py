@@ -467,7 +467,7 @@ class Engines:
     def _send(self, job: Job, ready: list[Engine]) -> None:
         able = [engine for engine in ready if job.incarnation in (0, engine.incarnation)]
         if not able:
-            if job.message.body.serials:
+            if job.message.serials:
                 refusal = Refusal(job.lost, "the engine that held it restarted")
             else:
                 refusal = Refusal("engine_lost", "the engine died before it started this request; retry")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE
-from flashpoint_server.ipc.bodies import SLOT, Body, PlacedTensor
+from flashpoint_server.ipc.bodies import SLOT, Body, CacheRef, PlacedTensor, Recall, Save
 from flashpoint_server.ipc.messages import CacheRecord, Done, SavedRecord, Submit
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.regions import Region
@@ -33,8 +33,8 @@ class Job:
     """
 
     slot: Slot
-    inputs: list[PlacedTensor]
-    outputs: list[PlacedTensor]
+    inputs: tuple[PlacedTensor, ...]
+    outputs: tuple[PlacedTensor, ...]
     regions: tuple[Region, ...]
     message: Submit = field(init=False)
     priority: int = 0
@@ -64,22 +64,20 @@ class Job:
             raise Refusal("queue_full", str(error)) from None
         for region in layout.regions:
             region.hold()
-        number, start = slot.segment.number, slot.offset
-        inputs, outputs = [
-            [
-                PlacedTensor(t.name, t.dtype, t.shape, number, start + t.offset) if t.segment == SLOT else t
-                for t in tensors
-            ]
-            for tensors in (layout.inputs, layout.outputs)
-        ]
-        return cls(slot, inputs, outputs, layout.regions)
+        return cls(slot, layout.inputs, layout.outputs, layout.regions)
 
-    def ask(self, request_id: str, body: Body, price: Price, deadline: float | None) -> None:
-        """Set the message. `deadline` is as in `Submit`. The engine's client sets its `id` and `rank`."""
-        segment, mark = self.slot.segment.number, self.slot.mark_at
+    def ask(
+        self, request_id: str, body: Body, price: Price, deadline: float | None, seed: int | None = None,
+        cache_ref: CacheRef | None = None, saved: Save | Recall | None = None,
+    ) -> None:  # fmt: skip
+        """Set the message, whose fields have these names. The engine's client sets its `id` and `rank`."""
+        slot, (flops, seconds) = self.slot, price
         self.message = Submit(
-            -1, request_id, body, segment, self.inputs, self.outputs, mark, *price, rank=0.0, deadline=deadline
-        )
+            id=-1, request_id=request_id, body=body, segment=slot.segment.number, start=slot.offset, mark=slot.mark_at,
+            flops=flops, seconds=seconds, rank=0.0, deadline=deadline, seed=seed, cache_ref=cache_ref, saved=saved,
+        )  # fmt: skip
+        if not isinstance(body, bytes):
+            self.message.inputs, self.message.outputs = self.inputs, self.outputs
 
     @property
     def segments(self) -> tuple[Segment | Region, ...]:
@@ -88,11 +86,11 @@ class Job:
 
     def views(self, tensors: Iterable[PlacedTensor]) -> dict[str, memoryview]:
         """Return the memory of each tensor in the slot, by name. Tensors in regions are left out."""
-        segment = self.slot.segment
+        view, start = self.slot.segment.view, self.slot.offset
         return {
-            t.name: segment.view[t.offset : t.offset + math.prod(t.shape) * ITEMSIZE[t.dtype]]
+            t.name: view[start + t.offset : start + t.offset + math.prod(t.shape) * ITEMSIZE[t.dtype]]
             for t in tensors
-            if t.segment == segment.number
+            if t.segment == SLOT
         }
 
     def index(self) -> dict[str, np.ndarray[Any, Any]]:

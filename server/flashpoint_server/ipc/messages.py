@@ -17,7 +17,7 @@ import msgspec
 from flashpoint_contract.options import Direction
 from flashpoint_kernels.dispatching.support import Backends
 from flashpoint_kernels.problems.cost import Rates
-from flashpoint_server.ipc.bodies import Body, CacheShape, PlacedTensor, encode
+from flashpoint_server.ipc.bodies import Body, CacheRef, CacheShape, PlacedTensor, Recall, Save, encode
 
 LARGEST_MESSAGE = 1 << 17
 MOST_LISTED = 64  # maximum saved forwards in one message, each with a head of up to 1 KiB
@@ -67,25 +67,47 @@ class SavedRecord(msgspec.Struct, frozen=True):
     expires_in: float
 
 
-class Submit(msgspec.Struct, tag=True):
+class Submit(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """To the engine: run the job `body`, with tensors in shared memory. The engine runs the lowest `rank` first.
 
-    `rank` and `deadline` are in `time.monotonic` seconds, a clock that all processes share. Before the engine starts
-    the job, it writes 1 at offset `mark` of `segment`. If the engine dies, jobs without this mark are sent to another
-    engine.
+    The job's slot begins at offset `start` of `segment`. `rank` and `deadline` are in `time.monotonic` seconds, a clock
+    that all processes share. Before the engine starts the job, it writes 1 at offset `mark` of `segment`. If the engine
+    dies, jobs without this mark are sent to another engine.
+
+    The fields from `seed` on are for attention. `seed` is the seed of dropout, if the caller has set one. `cache_ref`
+    is set if keys and values are in caches; `saved` if the forward is to be saved, or if the gradients are those of a
+    saved forward. `inputs` and `outputs` are for the other bodies: those of attention are in its `PlannedCall`.
     """
 
     id: int
     request_id: str
     body: Body
     segment: int
-    inputs: list[PlacedTensor]
-    outputs: list[PlacedTensor]
+    start: int
     mark: int
     flops: int
     seconds: float  # predicted time on one core, or on the GPU
     rank: float
-    deadline: float | None
+    deadline: float | None = None
+    inputs: tuple[PlacedTensor, ...] = ()
+    outputs: tuple[PlacedTensor, ...] = ()
+    seed: int | None = None
+    cache_ref: CacheRef | None = None
+    saved: Save | Recall | None = None
+
+    @property
+    def serials(self) -> tuple[int, ...]:
+        """The serial numbers of the caches, or of the saved forwards, that the job uses."""
+        if not isinstance(self.body, bytes):
+            return self.body.serials
+        if self.cache_ref is not None:
+            return self.cache_ref.caches
+        return (self.saved.serial,) if isinstance(self.saved, Recall) else ()
+
+    @property
+    def uses(self) -> bool:
+        """Whether the end of the job restarts the time to live of `serials`."""
+        return isinstance(self.body, bytes) or self.body.uses
 
 
 class SavedOwners(msgspec.Struct, frozen=True, tag=True):

@@ -28,7 +28,7 @@ from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
 from flashpoint_server.formats.negotiation import formats
 from flashpoint_server.http.body import MOST_AT_ONCE, ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import send_refusal
-from flashpoint_server.ipc.bodies import AttentionCall, Body, CacheRef, Recall, Save
+from flashpoint_server.ipc.bodies import Body, CacheRef, Recall, Save
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
@@ -237,7 +237,7 @@ async def carry_out(
     """Admit, stage and submit a planned call, at the cost `price`.
 
     `cache_ref` names the caches of a call over caches. `saved` gets the values of the index tensors, by name, and
-    returns `AttentionCall.saved`. `incarnation` and `lost` are those of `Job`. Raises Refusal and ClientGoneError.
+    returns `Submit.saved`. `incarnation` and `lost` are those of `Job`. Raises Refusal and ClientGoneError.
     """
     service, body, spec = request.service, request.body, plan.spec
     request.plan = plan
@@ -251,28 +251,28 @@ async def carry_out(
     if text:
         permit.grow(text_bytes(text))
     permit.charge(price, body.deadline, service.engine.pace if body.deadline is not None else 0.0)
-    elsewhere = message.elsewhere(spec)  # tensors in memory of the caller, which no plan holds
-    layout = Layout.of(message.inputs, spec.outputs, elsewhere) if elsewhere else plan.layout
-    job = stage(request, layout)
+    if elsewhere := message.elsewhere(spec):  # tensors in memory of the caller, which no plan holds
+        plan = request.plan = plan.placed(Layout.of(message.inputs, spec.outputs, elsewhere))
+    job = stage(request, plan.layout)
     await message.receive(body, job.views(job.inputs))
     index = job.index()
     if index and cache_ref is None:  # the index tensors have arrived, and with their values the cost is exact
         permit.correct(price_of(spec, plan.backend, request.device, index))
-    request.exchange.facts.update(backend=plan.backend, shapes=layout.shapes)
-    asked = AttentionCall(spec.direction, plan.options, plan.backend, call.seed, cache_ref, saved(index))
-    return await submit(request, job, asked, permit.price, incarnation, lost)
+    request.exchange.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
+    return await submit(request, job, plan.packed, permit.price, incarnation, lost, call.seed, cache_ref, saved(index))
 
 
 async def submit(
-    request: RouteRequest, job: Job, body: Body, price: Price, incarnation: int = 0, lost: str = "cache_lost"
-) -> Job:
+    request: RouteRequest, job: Job, body: Body, price: Price, incarnation: int = 0, lost: str = "cache_lost",
+    seed: int | None = None, cache_ref: CacheRef | None = None, saved: Save | Recall | None = None,
+) -> Job:  # fmt: skip
     """Submit a job, whose inputs have arrived, with the work `body`. Return it when it has the engine's answer.
 
-    `incarnation` and `lost` are those of `Job`. Raises Refusal 504 at the deadline, and ClientGoneError if the client
-    disconnects.
+    `incarnation` and `lost` are those of `Job`, the arguments behind them those of `Submit`. Raises Refusal 504 at the
+    deadline, and ClientGoneError if the client disconnects.
     """
     job.priority, job.incarnation, job.lost = request.priority, incarnation, lost
-    job.ask(request.exchange.request_id, body, price, request.body.deadline)
+    job.ask(request.exchange.request_id, body, price, request.body.deadline, seed, cache_ref, saved)
     answer = request.service.engine.submit(job)
 
     def give_up(error: Exception) -> None:

@@ -19,7 +19,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.admission import FREE
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc import client as engine
-from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
+from flashpoint_server.ipc.bodies import SLOT, PlacedTensor, PlannedCall, encode
 from flashpoint_server.ipc.client import Engine, Engines, State
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import Submit
@@ -65,7 +65,7 @@ class Bench:
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
         for view in job.views(job.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
-        body = AttentionCall("forward", pack_options(Options()), "reference")
+        body = encode(PlannedCall("forward", Options(), "reference", job.inputs, job.outputs))
         job.priority = priority
         job.ask(name, body, FREE, deadline)
         return job
@@ -211,10 +211,13 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
         async with running_engines(Settings(device="cpu", log_level="error"), ENGINE) as (address,):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
                 deaf.connect(address)
-                tensors = [PlacedTensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
-                body = AttentionCall("forward", pack_options(Options()), "reference")
+                q, k, v = (PlacedTensor(name, "float32", (1, 1), SLOT, 0) for name in "qkv")
+                body = encode(PlannedCall("forward", Options(), "reference", (q, k, v), ()))
                 # The engine answers a late job at once.
-                late = Submit(0, "deaf", body, 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
+                late = Submit(
+                    id=0, request_id="deaf", body=body, segment=7, start=0, mark=0, flops=0, seconds=0.0, rank=0.0,
+                    deadline=0.0,
+                )  # fmt: skip
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)
 

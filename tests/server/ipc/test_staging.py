@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.http.body import MOST_AT_ONCE, BodyBuffer
+from flashpoint_server.ipc.bodies import SLOT
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.memory import NamedMemory
@@ -58,8 +59,8 @@ def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces)
         at += info.nbytes
     placed = [*job.inputs, *job.outputs]
     assert all(t.offset % ALIGNMENT == 0 for t in placed)
-    assert job.slot.offset == placed[0].offset
-    assert {t.segment for t in placed} == {job.slot.segment.number}
+    assert (placed[0].offset, job.slot.offset % ALIGNMENT) == (0, 0)
+    assert {t.segment for t in placed} == {SLOT}
     for before, after in itertools.pairwise(placed):
         assert before.offset + TensorInfo(before.dtype, before.shape).nbytes <= after.offset
 

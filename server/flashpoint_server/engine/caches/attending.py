@@ -7,7 +7,6 @@ GPU, for calls with masks, dropout or top-left causal alignment over caches that
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +31,9 @@ from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, PlacedTensor
+from flashpoint_server.engine.state.memory import Memory
+from flashpoint_server.ipc.bodies import CacheRef, PlacedTensor
+from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.refusal import Refusal, invalid, of_problem
 
 _MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns are positions in a cache, from 0
@@ -108,11 +109,9 @@ class CachedCall(NamedTuple):
     payload: bytes = b""
 
     @classmethod
-    def of_request(
-        cls, of: CallTensors, body: AttentionCall, inputs: Sequence[PlacedTensor], memory: Mapping[int, mmap.mmap]
-    ) -> CachedCall:
-        """Return the call `body` that a message submits, with `inputs` in shared memory."""
-        cache_ref, seed = body.cache_ref, body.seed
+    def of_request(cls, of: CallTensors, submit: Submit, inputs: Sequence[PlacedTensor], memory: Memory) -> CachedCall:
+        """Return the call that a message submits, with `inputs` in shared memory."""
+        cache_ref, seed = submit.cache_ref, submit.seed
         assert cache_ref is not None
         if not cache_ref.key:
             return cls(of, cache_ref, seed)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Mapping
-
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.state.memory import tensor_in
+from flashpoint_server.engine.state.memory import Memory, tensor_in
 from flashpoint_server.ipc.bodies import (
     AppendTokens,
     CacheCall,
@@ -24,7 +21,7 @@ from flashpoint_server.ipc.messages import CacheRecord, Submit
 from flashpoint_server.refusal import Refusal
 
 
-def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[int, mmap.mmap]) -> list[CacheRecord]:
+def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Memory) -> list[CacheRecord]:
     """Execute a call, and return the affected caches. Raises Refusal, and MemoryError.
 
     `submit` says where the call's tensors are in the shared `memory`.
@@ -59,7 +56,7 @@ def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[
 
 def _export(
     store: CacheStore, terms: Terms, ids: tuple[int, ...], export: ExportTokens, submit: Submit,
-    memory: Mapping[int, mmap.mmap],
+    memory: Memory,
 ) -> None:  # fmt: skip
     """Copy a layer's tokens to the outputs. Raises Refusal 409 if they are not those in the range of `export`."""
     (cache,) = store.find(terms, ids)

@@ -7,12 +7,12 @@ shapes and bytes of its tensors. Header fields are no part of it: the deadline o
 from __future__ import annotations
 
 import hashlib
-import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from flashpoint_contract.tensors import TensorInfo
+from flashpoint_server.engine.state.memory import Memory
 from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.ipc.bodies import PlacedTensor, encode
 from flashpoint_server.refusal import Refusal
@@ -58,12 +58,13 @@ class IdempotencyKeys:
             self._payloads.put(owner, key, payload)
 
 
-def payload_of(call: Any, tensors: Iterable[PlacedTensor], memory: Mapping[int, mmap.mmap]) -> bytes:
+def payload_of(call: Any, tensors: Iterable[PlacedTensor], memory: Memory) -> bytes:
     """Return the digest of a call's payload. `call` is the operation with its options; the tensors are in `memory`."""
     digest = hashlib.sha256(encode(call))
     for t in sorted(tensors, key=attrgetter("name")):
         digest.update(encode((t.name, t.dtype, t.shape)))
         if nbytes := TensorInfo(t.dtype, t.shape).nbytes:
-            with memoryview(memory[t.segment]) as segment, segment[t.offset : t.offset + nbytes] as data:
+            memory_map, start = memory.find(t)
+            with memoryview(memory_map) as segment, segment[start : start + nbytes] as data:
                 digest.update(data)
     return digest.digest()[:_DIGEST]

@@ -69,14 +69,14 @@ class CpuDevice(ComputeDevice):
         return job.tensors(self._tensors)
 
     def _tensors(self, job: EngineRequest) -> CallTensors:
-        given = {t.name: tensor_in(job.memory, t) for t in job.submit.inputs}
-        return CallTensors.of(job.spec, given, {t.name: tensor_in(job.memory, t) for t in job.submit.outputs})
+        given = {t.name: tensor_in(job.memory, t) for t in job.inputs}
+        return CallTensors.of(job.spec, given, {t.name: tensor_in(job.memory, t) for t in job.outputs})
 
     def kin(self, job: EngineRequest) -> Hashable | None:
         """Like `ComputeDevice.kin`: None on another backend than `cpu`, or if no other cache shares the first chunk."""
-        cache_ref, spec = job.attention.cache_ref, job.spec
+        cache_ref, spec = job.submit.cache_ref, job.spec
         assert cache_ref is not None
-        if job.attention.backend != "cpu":
+        if job.backend != "cpu":
             return None
         chunk = self.caches.shared_chunk(cache_ref.owner, cache_ref.caches, cache_ref.layer)
         if chunk is None or not shares(spec):
@@ -86,7 +86,7 @@ class CpuDevice(ComputeDevice):
     def launch(self, jobs: Sequence[EngineRequest]) -> tuple[list[int | None], Stages]:
         with self._device_errors:
             problems = [self._cached_problem(job.call) if job.call else self.in_place(job) for job in jobs]
-            run(problems, backend := jobs[0].attention.backend)
+            run(problems, backend := jobs[0].backend)
             for job, problem in zip(jobs, problems, strict=True):
                 self._weigh(job.call, problem, backend)
                 self._keep(job)

@@ -112,9 +112,9 @@ class CudaDevice(ComputeDevice):
 
     def call_tensors(self, job: EngineRequest) -> CallTensors:
         """Return copies of the tensors of a job over caches. Raises Refusal 422."""
-        given = {t.name: tensor_in(job.memory, t) for t in job.submit.inputs}
+        given = {t.name: tensor_in(job.memory, t) for t in job.inputs}
         there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
-        weights = {t.name: tensor_in(job.memory, t) for t in job.submit.outputs if t.name == "key_weights"}
+        weights = {t.name: tensor_in(job.memory, t) for t in job.outputs if t.name == "key_weights"}
         return CallTensors.of(job.spec, there, weights)
 
     def kin(self, job: EngineRequest) -> None:
@@ -131,12 +131,12 @@ class CudaDevice(ComputeDevice):
             marks[0].record()
             problems = [self._cached_problem(job.call) if job.call else self._copied(job) for job in jobs]
             marks[1].record()
-            run(problems, backend := jobs[0].attention.backend)
+            run(problems, backend := jobs[0].backend)
             for job, problem in zip(jobs, problems, strict=True):
                 self._weigh(job.call, problem, backend)
             marks[2].record()
             for job, problem in zip(jobs, problems, strict=True):
-                for t in job.submit.outputs:
+                for t in job.outputs:
                     if t.name not in problem.outputs:  # key weights over caches, which `_weigh` has copied
                         continue
                     answer = problem.outputs[t.name].view(t.shape)
@@ -165,9 +165,9 @@ class CudaDevice(ComputeDevice):
 
         If the job uses a saved forward, `recalled` gets each of its tensors by name, and returns the tensor to use.
         """
-        tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
+        tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.inputs}
         tensors |= {name: recalled(name, t) for name, t in self._recalled(job).items()}
-        spec, seed = job.spec, job.attention.seed
+        spec, seed = job.spec, job.submit.seed
         return Problem.create(tensors, spec.options, spec.direction, spec=spec, seed=seed)
 
     @contextmanager
@@ -189,7 +189,7 @@ class CudaDevice(ComputeDevice):
         if job.saved_forward is None:
             return
         here = {**problem.tensors, **problem.outputs}
-        places = (*job.submit.inputs, *job.submit.outputs)
+        places = (*job.inputs, *job.outputs)
         tensors = {t.name: here[t.name].view(t.shape) for t in places}
         tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
         self.saved.keep(job.saved_forward, tensors)

@@ -37,7 +37,7 @@ from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Ou
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.engine.state.memory import tensor_in
 from flashpoint_server.engine.state.saved import SavedForward, SavedStore
-from flashpoint_server.ipc.bodies import CacheRef, Save
+from flashpoint_server.ipc.bodies import CacheRef, Recall, Save
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.refusal import of_problem
 
@@ -182,17 +182,17 @@ class ComputeDevice(ABC):
 
     def rows(self, job: EngineRequest) -> tuple[Row, ...]:
         """Return the sequences of a job. Raises Refusal 422 if values of its tensors are not valid."""
-        index = {t.name: tensor_in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+        index = {t.name: tensor_in(job.memory, t).tolist() for t in job.inputs if t.name in INDEX_TENSORS}
         index |= {name: t.tolist() for name, t in self._recalled(job).items() if name in INDEX_TENSORS}
         try:
-            check_scales({t.name: tensor_in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
+            check_scales({t.name: tensor_in(job.memory, t) for t in job.inputs if t.name in SCALES})
             return job.spec.rows(index)
         except ProblemError as error:
             raise of_problem(error) from None
 
     def parts(self, job: EngineRequest) -> list[Problem]:
         """Cut a job into parts that compute in its shared memory. Raises Refusal 422."""
-        return split(self.in_place(job), job.attention.backend)
+        return split(self.in_place(job), job.backend)
 
     def tracks(self, ref: CacheRef) -> list[Track]:
         """Return what a call over caches has read, for each of its sequences. Raises Refusal."""
@@ -261,24 +261,22 @@ class ComputeDevice(ABC):
         at 1,024 tokens, and less at more tokens.
         """
         if job.saved_forward is not None:
-            places = (*job.submit.inputs, *job.submit.outputs)
+            places = (*job.inputs, *job.outputs)
             self.saved.keep(job.saved_forward, {t.name: tensor_in(job.memory, t).clone() for t in places})
 
     def _recalled(self, job: EngineRequest) -> Mapping[str, Tensor]:
         """Return the tensors of the saved forward that a job uses. Raises Refusal 404 and 410."""
-        recall = job.attention.recall
-        return {} if recall is None else self.saved.tensors(recall.owner, recall.serial)
+        recall = job.submit.saved
+        return self.saved.tensors(recall.owner, recall.serial) if isinstance(recall, Recall) else {}
 
     def in_place(self, job: EngineRequest) -> Problem:
         """Return the job's problem with views of its shared memory. Raises Refusal 422 like `rows`, and 404 and 410."""
         spec, memory = job.spec, job.memory
-        given = {t.name: tensor_in(memory, t) for t in job.submit.inputs}
+        given = {t.name: tensor_in(memory, t) for t in job.inputs}
         given |= {name: t.cpu() for name, t in self._recalled(job).items()}
-        wanted = {t.name: tensor_in(memory, t) for t in job.submit.outputs}
+        wanted = {t.name: tensor_in(memory, t) for t in job.outputs}
         try:
-            return Problem.create(
-                given, spec.options, spec.direction, spec=spec, outputs=wanted, seed=job.attention.seed
-            )
+            return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted, seed=job.submit.seed)
         except ProblemError as error:
             raise of_problem(error) from None
 
@@ -287,7 +285,7 @@ class ComputeDevice(ABC):
 
         `progress` is called before each block of work. If it raises, the verification ends.
         """
-        request_json, inputs = job.verification.request, job.submit.inputs
+        request_json, inputs = job.verification.request, job.inputs
         with self._device_errors:
             try:
                 if not inputs:

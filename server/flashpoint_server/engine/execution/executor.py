@@ -98,7 +98,7 @@ class Executor:
     def _compute(self, request: EngineRequest, problem: Problem) -> Exception | None:
         try:
             with self._watchdog:
-                self._run_part(problem, request.attention.backend)
+                self._run_part(problem, request.backend)
         except Exception as error:
             return error
         return None
@@ -119,7 +119,7 @@ class Executor:
             with self._watchdog:
                 parts = self._cut_calls(task.requests, task.cores)
                 if len(parts) == 1 and not request.unwanted:
-                    run = partial(self._run_part, parts[0], request.attention.backend)
+                    run = partial(self._run_part, parts[0], request.backend)
                     if task.cores > 1 or task.long:
                         run()
                     else:  # kernel threads leave one core to Python code (kernel_threads.py)
@@ -146,7 +146,7 @@ class Executor:
                 request.failure = request.failure or error
         if not ready:
             return ()
-        backend = ready[0][0].attention.backend
+        backend = ready[0][0].backend
         sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
         for (request, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
             request.of_rows(rows, seed, self._budget)
@@ -158,7 +158,7 @@ class Executor:
     def _call(self, request: EngineRequest) -> CachedCall:
         """Return a request's tensors and caches as a `CachedCall`. Raises Refusal 422."""
         tensors = self.device.call_tensors(request)
-        return CachedCall.of_request(tensors, request.attention, request.submit.inputs, request.memory)
+        return CachedCall.of_request(tensors, request.submit, request.inputs, request.memory)
 
     def _write(self, request: EngineRequest, call: CachedCall) -> Sequence[StoredCache]:
         """Write the new tokens of a call, and return its caches, whose lengths the answer has. Raises Refusal."""
@@ -281,9 +281,9 @@ class Executor:
 
         `about` describes the launch; it is given for one request of the launch, and is None for the others.
         """
-        body, spec = request.attention, request.spec
-        metadata: dict[str, Any] = {"backend": body.backend}
-        if body.backend == "cpu" and (kernel := self.device.info.kernel(spec.dtype, spec.direction)):
+        spec = request.spec
+        metadata: dict[str, Any] = {"backend": request.backend}
+        if request.backend == "cpu" and (kernel := self.device.info.kernel(spec.dtype, spec.direction)):
             metadata["kernel"] = kernel
         if spec.options.dropout_p:
             metadata["dropout_seed"] = request.seed

@@ -10,22 +10,22 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import mul
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from flashpoint_contract.caches import LayerShape, plan_cached
+from flashpoint_contract.caches import plan_cached
 from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.engine.scheduling.waiting import Budget
+from flashpoint_server.engine.state.memory import Memory
 from flashpoint_server.engine.state.saved import SavedForward
-from flashpoint_server.ipc.bodies import AttentionCall, CacheCall, SavedCall, VerifyCall, read_options
+from flashpoint_server.ipc.bodies import SLOT, PlacedTensor, PlannedCall, VerifyCall, read_planned
 from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Submit, ToEngine
 from flashpoint_server.ipc.price import PASSED
 from flashpoint_server.ipc.staging import LARGEST
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PATIENCE = 5.0  # maximum seconds for which a send waits for an HTTP process that does not read its answers
-KEPT = 256  # maximum cached plans for one worker; a plan takes some KiB, but for small gradients up to 512 KiB
+# Maximum cached plans, and maximum slots with the cached parts of a plan, for one worker. Both take some KiB each, but
+# the parts of small gradients up to 512 KiB.
+KEPT = 256
 # Requests with at most this many sequences are cut into parts under the scheduler's lock, in less than a millisecond,
 # and their parts can be cached.
 FEW_SEQUENCES = 64
@@ -49,17 +51,6 @@ class OutOfMemoryError(Exception):
     """The device has not enough memory for this request now."""
 
 
-def spec_of(submit: Submit, body: AttentionCall) -> Spec:
-    """Return the attention problem (`Spec`) that a submitted call describes. Raises ProblemError if it is not valid."""
-    infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
-    options = read_options(body.options)
-    if (cache_ref := body.cache_ref) is not None:
-        return plan_cached(infos, options, LayerShape(*cache_ref.shape), len(cache_ref.caches))
-    if body.recall is not None:
-        infos |= {name: TensorInfo(dtype, shape) for name, dtype, shape in body.recall.tensors}
-    return plan(infos, options, body.direction)
-
-
 # The tensors and options of problems whose parts can be cached: no part depends on their values but by their memory.
 _CACHED = frozenset({
     "q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "do", "dlse", "o", "lse",
@@ -70,24 +61,40 @@ _CACHED = frozenset({
 
 @dataclass(eq=False)
 class PlannedProblem:
-    """A plan: the problem of a request and, when it has been cut, its parts, which are views of shared memory.
+    """A plan: the problem that all its calls have in common. The engine keeps it for later calls."""
 
-    A plan is cached for later requests with the same shapes in the same memory. Without this, a small forward takes
-    0.05 ms more on 2 cores.
-    """
-
+    call: PlannedCall
     spec: Spec
     key: Hashable | None  # as in `EngineRequest`, or ALONE
+    regions: frozenset[int]  # numbers of the segments, beside the slot's, that contain its tensors
+    kept: bool  # whether the parts depend on no values and no seed, and are few: a `PlacedProblem` keeps them
+
+    @classmethod
+    def of(cls, call: PlannedCall, cuts: Callable[[str], bool]) -> PlannedProblem:
+        """Return the plan of calls. `cuts` is as in `EngineRequest.of`. Raises ProblemError if it is not valid."""
+        infos = {t.name: TensorInfo(t.dtype, t.shape) for t in call.inputs} | dict(call.recalled)
+        if call.layer is None:
+            spec = plan(infos, call.options, call.direction)
+        else:
+            spec = plan_cached(infos, call.options, call.layer, call.caches)
+        key: Hashable | None = None if cuts(call.backend) else ALONE
+        if call.backend == "triton":  # requests with equal keys share a launch
+            key = launch_key(spec, "triton", None if call.layer is None else call.layer.dtype)
+        by_value = call.recalled or any(t.dtype == "bool" for t in call.inputs) or not spec.given <= _CACHED
+        regions = frozenset([t.segment for t in (*call.inputs, *call.outputs)]) - {SLOT}
+        return cls(call, spec, key, regions, not by_value and spec.batch <= FEW_SEQUENCES)
+
+
+@dataclass(eq=False)
+class PlacedProblem:
+    """The parts and tensors that the calls of a plan in one slot have in common: views of shared memory.
+
+    Without this, a small forward takes 0.05 ms more on 2 cores.
+    """
+
     parts: list[Problem] = field(default_factory=list)
     about: Batch | None = None  # the message about a launch of `parts` alone
     tensors: CallTensors | None = None  # the tensors of a call over caches, which has no cached parts
-    recalls: bool = False  # whether it uses tensors of a saved forward
-
-    @cached_property
-    def by_value(self) -> bool:
-        """Whether the parts depend on values of tensors or on a seed, so that they cannot be cached."""
-        copied = any(info.dtype == "bool" for info in self.spec.tensors.values())
-        return self.recalls or copied or not self.spec.given <= _CACHED
 
 
 class Pinning(Protocol):
@@ -105,7 +112,8 @@ class Worker:
     pinning: Pinning
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
     running: int = 0  # number of its requests in running tasks, plus those whose parts have not all ended
-    planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
+    planned: dict[bytes, PlannedProblem] = field(default_factory=dict)  # by the packed `PlannedCall`
+    placed: dict[tuple[PlannedProblem, int, int], PlacedProblem] = field(default_factory=dict)  # and by slot
     not_reading: bool = False  # whether it has stopped reading its answers
 
     def attach(self, number: int, descriptor: int, size: int) -> None:
@@ -123,27 +131,27 @@ class Worker:
 
     def detach(self, number: int) -> None:
         memory = self.segments.pop(number)
-        self.planned.clear()
+        self.placed = {
+            key: placed for key, placed in self.placed.items() if key[1] != number and number not in key[0].regions
+        }
         self.pinning.unpin(memory)
         with contextlib.suppress(BufferError):  # a tensor that is still in use keeps the mapping alive
             memory.close()
 
-    def plan(self, submit: Submit, body: AttentionCall, cuts: Callable[[str], bool]) -> PlannedProblem:
-        """Return a cached or new plan for an attention call. Raises ProblemError if its problem is not valid."""
-        inputs, outputs = tuple(submit.inputs), tuple(submit.outputs)
-        key: Hashable = (body.backend, body.direction, bytes(body.options), inputs, outputs)
-        if (cache_ref := body.cache_ref) is not None:
-            key = key, cache_ref.shape, len(cache_ref.caches)
-        recall = None if body.saved is None else body.recall
-        if recall is not None:
-            key = key, tuple(recall.tensors)
-        if (planned := self.planned.get(key)) is None:
+    def plan(self, submit: Submit, packed: bytes, cuts: Callable[[str], bool]) -> tuple[PlannedProblem, PlacedProblem]:
+        """Return the plan of an attention call, and what is kept for its slot. Raises ProblemError, like its `of`."""
+        if (planned := self.planned.get(packed)) is None:
             if len(self.planned) == KEPT:
                 self.planned.clear()
-            spec = spec_of(submit, body)
-            planned = PlannedProblem(spec, _launch_key(spec, body, cuts), recalls=recall is not None)
-            self.planned[key] = planned
-        return planned
+            planned = self.planned[packed] = PlannedProblem.of(read_planned(packed), cuts)
+        if not planned.kept:
+            return planned, PlacedProblem()
+        key = planned, submit.segment, submit.start
+        if (placed := self.placed.get(key)) is None:
+            if len(self.placed) == KEPT:
+                self.placed.clear()
+            placed = self.placed[key] = PlacedProblem()
+        return planned, placed
 
     def send(self, reply: FromEngine) -> None:
         """Send a message. A worker that reads nothing for PATIENCE seconds is marked as `not_reading`.
@@ -179,16 +187,6 @@ class Worker:
             self.detach(number)
 
 
-def _launch_key(spec: Spec, body: AttentionCall, cuts: Callable[[str], bool]) -> Hashable | None:
-    """Return the launch key: requests of Triton with equal keys share a launch.
-
-    For the other backends return None if requests are cut into parts, else ALONE.
-    """
-    if body.backend != "triton":
-        return None if cuts(body.backend) else ALONE
-    return launch_key(spec, "triton", None if body.cache_ref is None else LayerShape(*body.cache_ref.shape).dtype)
-
-
 def accept(listener: socket.socket) -> socket.socket | None:
     """Accept and return a connection. Close it and return None if it is from another user. Raises OSError."""
     sock, _ = listener.accept()
@@ -209,9 +207,12 @@ class EngineRequest:
 
     submit: Submit
     worker: Worker
-    planned: PlannedProblem | None  # None if the request is not attention, like the next two
-    spec: Spec = field(init=False)  # the problem
-    attention: AttentionCall = field(init=False)  # the body of `submit`
+    planned: PlannedProblem | None  # None if the request is not attention
+    placed: PlacedProblem | None  # like `planned`; kept for later requests if `planned.kept`
+    spec: Spec = field(init=False)  # the problem of attention
+    backend: str = field(init=False)
+    inputs: Sequence[PlacedTensor]
+    outputs: Sequence[PlacedTensor]
     key: Hashable | None
     over_caches: bool  # whether it is attention over caches
     caches: tuple[int, ...]  # serials of the caches, or of the saved forward, that the request uses, each once
@@ -243,29 +244,24 @@ class EngineRequest:
         `cuts` says for a backend whether its requests are cut into parts.
         """
         planned: PlannedProblem | None = None
-        key: Hashable | None = None
-        serials: Iterable[int] = ()
-        over_caches = many = False
-        nbytes = 0
+        placed: PlacedProblem | None = None
+        over_caches, many, nbytes = submit.cache_ref is not None, False, 0
+        inputs, outputs, key = submit.inputs, submit.outputs, None
         match submit.body:
-            case AttentionCall() as body:
-                planned = worker.plan(submit, body, cuts)
-                key, spec, over_caches = planned.key, planned.spec, body.cache_ref is not None
+            case bytes() as packed:
+                planned, placed = worker.plan(submit, packed, cuts)
+                key, spec, inputs, outputs = planned.key, planned.spec, planned.call.inputs, planned.call.outputs
                 many, nbytes = over_caches or spec.batch > FEW_SEQUENCES, spec.input_bytes + spec.output_bytes
-                if over_caches or body.saved is not None:
-                    serials = body.serials
             case VerifyCall():
                 key = ALONE
-            case CacheCall() | SavedCall() as call:
-                serials = call.serials
         if key is ALONE:
             key = object()
         request = cls(
-            submit, worker, planned, key, over_caches, tuple(dict.fromkeys(serials)), many, time.monotonic(), nbytes,
-            submit.rank, submit.seconds, submit.seconds,
+            submit, worker, planned, placed, inputs, outputs, key, over_caches, tuple(dict.fromkeys(submit.serials)),
+            many, time.monotonic(), nbytes, submit.rank, submit.seconds, submit.seconds,
         )  # fmt: skip
         if planned is not None:
-            request.spec, request.attention = planned.spec, body
+            request.spec, request.backend = planned.spec, planned.call.backend
         return request
 
     @property
@@ -280,28 +276,27 @@ class EngineRequest:
         return body
 
     @property
-    def memory(self) -> Mapping[int, mmap.mmap]:
-        """The shared memory of its HTTP process, in which its tensors lie, by the number of the segment."""
-        return self.worker.segments
+    def memory(self) -> Memory:
+        """The shared memory in which its tensors lie."""
+        return Memory(self.worker.segments, self.submit.segment, self.submit.start)
 
     @property
     def mapped(self) -> bool:
         """Whether all memory of the request is mapped."""
-        submit = self.submit
-        places = [t.segment for t in (*submit.inputs, *submit.outputs)]
-        return self.worker.segments.keys() >= {submit.segment, *places}
+        mapped = self.worker.segments
+        return self.submit.segment in mapped and (self.planned is None or self.planned.regions <= mapped.keys())
 
     def cut(self, parts_of: Callable[[EngineRequest], list[Problem]], budget: Budget) -> list[Problem]:
         """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
-        planned = self.planned
-        assert planned is not None
-        if parts := planned.parts:
-            self.about, self.seed = planned.about, parts[0].seed
+        planned, placed = self.planned, self.placed
+        assert planned is not None and placed is not None
+        if parts := placed.parts:
+            self.about, self.seed = placed.about, parts[0].seed
             return parts
         parts = parts_of(self)
         self.of_rows([row for part in parts if not part.first_head for row in part.rows], parts[0].seed, budget)
-        if not (planned.by_value or self.many):
-            planned.parts, planned.about = parts, self.about
+        if planned.kept:
+            placed.parts, placed.about = parts, self.about
         return parts
 
     def of_rows(self, rows: Sequence[Row], seed: int | None, budget: Budget) -> None:
@@ -330,13 +325,13 @@ class EngineRequest:
         return self.parts.popleft()
 
     def tensors(self, of: Callable[[EngineRequest], CallTensors]) -> CallTensors:
-        """Return the tensors of a call over caches, from the cached plan or from `of`. Raises Refusal 422."""
-        planned = self.planned
-        assert planned is not None
-        if (tensors := planned.tensors) is None:
+        """Return the tensors of a call over caches, those kept for its slot or from `of`. Raises Refusal 422."""
+        planned, placed = self.planned, self.placed
+        assert planned is not None and placed is not None
+        if (tensors := placed.tensors) is None:
             tensors = of(self)
-            if not planned.by_value and planned.spec.batch <= FEW_SEQUENCES:
-                planned.tensors = tensors
+            if planned.kept:
+                placed.tensors = tensors
         return tensors
 
     def begin(self) -> None:

@@ -140,7 +140,7 @@ class Scheduler:
         if request.over_caches and key is None:
             request.kin = self._device.kin(request)  # known now: no other call changes its caches before it ends
         attention = key is not None and request.planned is not None and not request.over_caches
-        if not attention or request.attention.backend != "triton" or key in self._compiled:
+        if not attention or request.backend != "triton" or key in self._compiled:
             self._waiting.put(request)
         elif key in self._waiting_for_compile:
             self._waiting_for_compile[key].append(request)
@@ -256,7 +256,7 @@ class Scheduler:
             self._device.drop(request.saved_forward)
         if request.caches:
             assert self._holder is not None
-            self._holder.leave(request.caches, used=request.submit.body.uses and request.failure is None)
+            self._holder.leave(request.caches, used=request.submit.uses and request.failure is None)
             for other in self._turns.leave(request):
                 if other.failure is None:  # otherwise `forget` answers it next
                     self._queue(other)
@@ -432,10 +432,11 @@ class Scheduler:
             if request.computed:
                 return True
             request.begin()
-            self._log.debug("begin", request_id=request.submit.request_id, kind=type(request.submit.body).__name__)
+            kind = type(request.submit.body).__name__ if request.planned is None else "attention"
+            self._log.debug("begin", request_id=request.submit.request_id, kind=kind)
             if request.planned is None:
                 return True
-            if request.attention.saved is not None and (save := request.attention.save) is not None:
+            if isinstance(save := request.submit.saved, Save):
                 request.saved_forward = self._device.reserve(save)
             if request.key is None:
                 if not request.many:

@@ -96,14 +96,14 @@ def source_of(request: EngineRequest, whole: Problem | None, tracks: list[Track]
     if whole is not None:
         return Source(whole.spec, whole, whole.rows, lambda row, head, keys: _keys_of(whole, row, head, keys))
     assert tracks is not None
-    given = {t.name: tensor_in(request.memory, t) for t in request.submit.inputs}
-    call = CallTensors.of(request.spec, given, {t.name: tensor_in(request.memory, t) for t in request.submit.outputs})
+    given = {t.name: tensor_in(request.memory, t) for t in request.inputs}
+    call = CallTensors.of(request.spec, given, {t.name: tensor_in(request.memory, t) for t in request.outputs})
     found = {row.index: track for row, track in zip(call.rows, tracks, strict=True)}
     rows = tuple(
         row._replace(kv_len=found[row.index].length, offset=call.spec.offset(row.q_len, found[row.index].length))
         for row in call.rows
     )
-    ref = request.attention.cache_ref
+    ref = request.submit.cache_ref
     assert ref is not None
 
     def keys_of(row: Row, head: int, keys: range) -> dict[str, Tensor]:

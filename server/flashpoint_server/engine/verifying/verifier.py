@@ -66,7 +66,7 @@ class Verifier:
         self._quiet_until = time.monotonic() + QUIET
         if not self._chosen():
             return
-        labels = request.attention.backend, request.spec.dtype, request.spec.direction
+        labels = request.backend, request.spec.dtype, request.spec.direction
         try:
             sample = self._sample(request, labels)
         except Exception:  # a bug of the verification must not cost an answer
@@ -90,12 +90,12 @@ class Verifier:
 
     def _sample(self, request: EngineRequest, labels: Labels) -> Sample | None:
         tracks = whole = None
-        if (ref := request.attention.cache_ref) is not None:
+        if (ref := request.submit.cache_ref) is not None:
             tracks = self._device.tracks(ref)
         else:
             whole = self._device.in_place(request)
         source = samples.source_of(request, whole, tracks)
-        outputs = {t.name: tensor_in(request.memory, t) for t in request.submit.outputs}
+        outputs = {t.name: tensor_in(request.memory, t) for t in request.outputs}
         if (portion := samples.choose(source, set(outputs), self._draw)) is None:
             return None
         tensors, answers = samples.views(source, portion, outputs)
@@ -108,7 +108,7 @@ class Verifier:
         kernel = self._device.info.kernel(spec.dtype, spec.direction) if labels[0] == "cpu" else None
         group = spec.q_heads // spec.kv_heads
         about = {
-            "request_id": request.submit.request_id, "shapes": {t.name: list(t.shape) for t in request.submit.inputs},
+            "request_id": request.submit.request_id, "shapes": {t.name: list(t.shape) for t in request.inputs},
             "options": _options(spec.options), "seed": request.seed, "kernel": kernel, "processor": cpu_name(),
             "device": self._device.info.title, "sequence": portion.row.index, "kv_head": portion.heads.start // group,
             "queries": [portion.queries.start, portion.queries.stop], "keys": portion.row.kv_len,

@@ -12,7 +12,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import TensorMessage
-from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, pack_options, with_shapes
+from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, encode, with_shapes
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.ipc.staging import Layout
@@ -55,13 +55,12 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
     cache_ref = CacheRef(
         owner=request.caller.name,
         caches=tuple([one.serial for one in ids]),
-        shape=layer,
         layer=cache_options.layer,
         at=cache_options.at,
         key=key,
         quota=cache_quota(request),
         left=plan.left,
-        asked=bytes(pack_options(call.options)) if key else b"",
+        asked=encode(call.options) if key else b"",
     )
     if call.options.return_key_weights:
         plan = await _with_key_weights(request, message, plan, cache_options, ids)
@@ -98,7 +97,7 @@ async def _with_key_weights(
     assert request.permit is not None
     request.permit.hold(outputs["key_weights"].nbytes)
     answers = {name: outputs[name] for name in plan.answers}
-    return plan._replace(layout=Layout.of(message.inputs, outputs), answers=answers)
+    return plan.placed(Layout.of(message.inputs, outputs))._replace(answers=answers)
 
 
 async def _lengths(request: RouteRequest, ids: Sequence[CacheId], layer: int) -> list[int]:

@@ -93,7 +93,7 @@ async def compute_recalled(request: RouteRequest, message: TensorMessage, number
         call = CheckedCall.of("saved", "backward", recalled_options(one.forward, chosen))
     tensors = tuple(saved_tensors(one.forward).items())
     plan = request.service.plans.of(message.inputs, call, request.device, tensors)
-    recall = Recall(request.caller.name, one.serial, [(name, info.dtype, info.shape) for name, info in tensors])
+    recall = Recall(request.caller.name, one.serial)
     engine: dict[str, Any] = {"incarnation": one.incarnation, "lost": "saved_lost"}
     price = _price(one, plan, request.device)
     return await carry_out(request, message, plan, call, numbers, price, saved=lambda _: recall, **engine)

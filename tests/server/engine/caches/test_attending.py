@@ -67,7 +67,7 @@ class Forks:
         spec = plan_cached(infos, Options(return_lse=True, **options), self.layer, len(serials))
         o = q.new_full((*q.shape[:-1], self.layer.value_dim), torch.nan)
         lse = torch.full(spec.lse_shape, torch.nan)
-        caches = CacheRef("alice", tuple(serials), self.shape, 0, None, "", None, -1)
+        caches = CacheRef("alice", tuple(serials), 0, None, "", None, -1)
         return CachedCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
 
     def answers(self, calls: list[CachedCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[Part]]:

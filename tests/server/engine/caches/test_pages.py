@@ -66,7 +66,7 @@ def call_of(store, serials, q, tokens=None, dtype="float32", **options):
     infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
     spec = plan_cached(infos, Options(**options), LayerShape(HK, D, DV, dtype), len(serials))
     o = torch.empty(*q.shape[:3], DV, dtype=q.dtype)
-    caches = CacheRef("alice", serials, SHAPE, 0, None, "", None, -1)
+    caches = CacheRef("alice", serials, 0, None, "", None, -1)
     return CachedCall(CallTensors.of(spec, tensors, {"o": o}), caches), o
 
 

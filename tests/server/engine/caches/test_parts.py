@@ -62,7 +62,7 @@ class Caches:
         spec = plan_cached(infos, Options(return_lse=True, **options), layer, len(which))
         q = tensors["q"]
         o, lse = q.new_full((*q.shape[:-1], layer.value_dim), torch.nan), torch.full(spec.lse_shape, torch.nan)
-        caches = CacheRef("alice", tuple(self.serials[n] for n in which), self.shape, 0, None, "", None, -1)
+        caches = CacheRef("alice", tuple(self.serials[n] for n in which), 0, None, "", None, -1)
         call = CachedCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
         _, parts = attend([(call, call.write(self.store))], backend, cores)
         for part in parts:

@@ -22,7 +22,7 @@ from flashpoint_server.engine.execution.cuda import CudaDevice
 from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError
 from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, Worker
 from flashpoint_server.engine.self_test import open_device
-from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
+from flashpoint_server.ipc.bodies import SLOT, PlacedTensor, PlannedCall, encode
 from flashpoint_server.ipc.messages import DeviceInfo, Submit
 from flashpoint_server.refusal import Refusal
 from tests.support.messages import message, post, problem, small
@@ -42,15 +42,16 @@ def submit(inputs, outputs, room=1 << 16, **options):
     placed, at = [], 0
     for name, array in inputs.items():
         memory[at : at + array.nbytes] = array.tobytes()
-        placed.append(PlacedTensor(name, array.dtype.name, array.shape, 0, at))
+        placed.append(PlacedTensor(name, array.dtype.name, array.shape, SLOT, at))
         at += -(-array.nbytes // 64) * 64
     made = []
     for name, shape in outputs.items():
-        made.append(PlacedTensor(name, "float32", shape, 0, at))
+        made.append(PlacedTensor(name, "float32", shape, SLOT, at))
         at += 4 * int(np.prod(shape))
-    packed = pack_options(Options(**options))
-    body = AttentionCall("forward", packed, "tiled")
-    job = Submit(0, "an-id", body, 0, placed, made, 0, 0, 0.0, 0.0, None)
+    body = encode(PlannedCall("forward", Options(**options), "tiled", tuple(placed), tuple(made)))
+    job = Submit(
+        id=0, request_id="an-id", body=body, segment=0, start=0, mark=0, flops=0, seconds=0.0, rank=0.0
+    )  # fmt: skip
     return EngineRequest.of(job, Worker(channel=None, pinning=None, segments={0: memory}), lambda _: True)
 
 
@@ -65,8 +66,8 @@ def test_answers_are_written_where_they_are_wanted(device):
     job = submit({"q": q, "k": q, "v": q}, {"o": q.shape, "lse": q.shape[:3]}, return_lse=True)
     assert device.launch([job]) == ([None], NO_COPIES)
     o, lse = (
-        np.frombuffer(job.memory[0], np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape)
-        for t in job.submit.outputs
+        np.frombuffer(job.memory.segments[0], np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape)
+        for t in job.outputs
     )
     scores = torch.from_numpy(q @ q.swapaxes(-1, -2)).double() / 8**0.5
     np.testing.assert_allclose(o, torch.softmax(scores, -1).numpy() @ q, atol=1e-6)
@@ -79,8 +80,8 @@ def test_every_byte_of_a_bool_but_0_is_true(device):
     mask = np.array([[0, 1, 2, 255]], np.uint8).view(bool)
     job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
     device.launch([job])
-    (o,) = job.submit.outputs
-    np.testing.assert_allclose(np.frombuffer(job.memory[0], np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
+    (o,) = job.outputs
+    np.testing.assert_allclose(np.frombuffer(job.memory.segments[0], np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
 
 
 def test_index_tensors_that_do_not_fit_are_422(device):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
+from flashpoint_contract.caches import LayerShape
 from flashpoint_contract.options import Options
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.store import CacheStore
@@ -21,21 +22,21 @@ from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compu
 from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import (
-    AttentionCall,
+    SLOT,
     CacheCall,
     CacheRef,
     CacheShape,
     LookAtCaches,
     PlacedTensor,
+    PlannedCall,
     VerifyCall,
-    pack_options,
+    encode,
 )
 from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.price import PASSED
 
 BUDGET = Budget(1 << 60, 1 << 60, 0.0)
 NUMBERS = itertools.count()
-OPTIONS = pack_options(Options())
 SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
 
 
@@ -65,7 +66,7 @@ class Resources:
         return self.compiling
 
     def kin(self, job):
-        return job.attention.cache_ref.caches[0] % 10 or None
+        return job.submit.cache_ref.caches[0] % 10 or None
 
 
 class Plugin:
@@ -88,6 +89,14 @@ class Plugin:
         self.calls.append("begin")
 
 
+def submit(body, number, *, seconds=SHORT, rank=0.0, deadline=None, cache_ref=None):
+    """Return a message to an engine, whose slot begins at byte 64 of segment 0."""
+    return Submit(
+        id=number, request_id=f"r{number}", body=body, segment=0, start=64, mark=0, flops=1, seconds=seconds, rank=rank,
+        deadline=deadline, cache_ref=cache_ref,
+    )  # fmt: skip
+
+
 class Bench:
     """A scheduler with the fake device, and records of its answers and wake-ups."""
 
@@ -106,24 +115,9 @@ class Bench:
     def admit(self, sequences=1, *, backend="cpu", seconds=SHORT, deadline=None, rank=0.0):
         number = next(NUMBERS)
         shape = (sequences, 1, 4, 8)
-        inputs = [PlacedTensor(name, "float32", shape, 0, 64) for name in "qkv"]
-        outputs = [PlacedTensor("o", "float32", shape, 0, 64)]
-        self.scheduler.admit(
-            Submit(
-                number,
-                f"r{number}",
-                AttentionCall("forward", OPTIONS, backend),
-                0,
-                inputs,
-                outputs,
-                0,
-                1,
-                seconds,
-                rank,
-                deadline,
-            ),
-            self.peer,
-        )
+        q, k, v, o = (PlacedTensor(name, "float32", shape, SLOT, 0) for name in "qkvo")
+        body = encode(PlannedCall("forward", Options(), backend, (q, k, v), (o,)))
+        self.scheduler.admit(submit(body, number, seconds=seconds, rank=rank, deadline=deadline), self.peer)
         return number
 
     def take(self, kind=Compute):
@@ -217,9 +211,7 @@ def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
 
 def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
     """If a running verification is cancelled, `failure` is set; the executor checks this between blocks and stops."""
-    cancelled, gone = [
-        Submit(next(NUMBERS), "r", VerifyCall(b"{}"), 0, [], [], 0, 1, LONG, 0.0, None) for _ in range(2)
-    ]  # fmt: skip
+    cancelled, gone = [submit(VerifyCall(b"{}"), next(NUMBERS), seconds=LONG) for _ in range(2)]
     bench.scheduler.admit(cancelled, bench.peer)
     launch = bench.take(Launch)
     assert launch.requests[0].failure is None
@@ -307,11 +299,11 @@ class Calls(Bench):
 
     def call(self, kin, *, peer=0, seconds=SHORT, deadline=None):
         number = next(NUMBERS)
-        q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), 0, 64) for name in "qo")
-        caches = CacheRef("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
-        body = AttentionCall("forward", OPTIONS, "cpu", cache_ref=caches)
-        submit = Submit(number, f"r{number}", body, 0, [q], [o], 0, 1, seconds, seconds, deadline)
-        self.scheduler.admit(submit, self.peers[peer])
+        q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), SLOT, 0) for name in "qo")
+        body = encode(PlannedCall("forward", Options(), "cpu", (q,), (o,), LayerShape(1, 8, 8, "float32"), 1))
+        caches = CacheRef("alice", (10 * number + kin,), 0, None, "", None, -1)
+        message = submit(body, number, seconds=seconds, rank=seconds, deadline=deadline, cache_ref=caches)
+        self.scheduler.admit(message, self.peers[peer])
         return number
 
 
@@ -386,8 +378,7 @@ def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     for peer, caches in ((bench.peer, (one,)), (bench.peer, (one, two)), (bench.peer, (two,)), (other, (one, two))):
         numbers.append(next(NUMBERS))
         look = CacheCall("alice", LookAtCaches(), caches)
-        request = Submit(numbers[-1], f"r{numbers[-1]}", look, 0, [], [], 0, 0, SHORT, 0.0, None)
-        bench.scheduler.admit(request, peer)
+        bench.scheduler.admit(submit(look, numbers[-1]), peer)
     bench.scheduler.forget(bench.peer)
     assert sorted(bench.answered) == [(number, "deadline_exceeded") for number in numbers[:3]]
     assert [cache.users for cache in store.find(terms, (one, two))] == [1, 1]
