@@ -70,7 +70,7 @@ class StoredCache(Owned):
 
 
 class Write(NamedTuple):
-    """A write that has passed all checks: the new tokens get the positions [at, end).
+    """A write: the new tokens get the positions from `at` on.
 
     `made` has the allocated chunk for each change that the write needs.
     """
@@ -78,7 +78,6 @@ class Write(NamedTuple):
     cache: StoredCache
     track: Track
     at: int
-    end: int
     made: list[tuple[Change, Chunk]]
 
 
@@ -126,13 +125,13 @@ def cut_problem(cache: StoredCache, end: int | None) -> tuple[str, str] | None:
     longest = max((track.length for track in cache.tracks), default=0)
     if end > longest:
         return "cache_position", f"position {end} is beyond the end, {longest}"
-    return dropped(max((track.first for track in cache.tracks), default=0), end)
+    first = max((track.first for track in cache.tracks), default=0)
+    return dropped(first, end) if end < first else None
 
 
-def dropped(first: int, position: int) -> tuple[str, str] | None:
-    if position < first:
-        return "cache_dropped", f"position {position} is before {first}, the first position that `keep` retains"
-    return None
+def dropped(first: int, position: int) -> tuple[str, str]:
+    """Return (error code, message) for a position before `first`."""
+    return "cache_dropped", f"position {position} is before {first}, the first position that `keep` retains"
 
 
 def write_problem(
@@ -145,9 +144,11 @@ def write_problem(
     track, keep = cache.tracks[layer], cache.keep[layer]
     if at > track.length:
         return "cache_position", f"position {at} is beyond the end, {track.length}"
-    if (problem := dropped(track.first, at)) is not None:
-        return problem
+    if at < track.first:
+        return dropped(track.first, at)
     if cache.max_length is not None and at + count > cache.max_length:
         return "cache_full", f"{at + count} tokens exceed its max_length of {cache.max_length}"
     first = track.first if keep is None else max(track.first, max(at - keep, 0) // CHUNK * CHUNK)
-    return dropped(first, lowest(count, at + count)) if count else None
+    if count and (read := lowest(count, at + count)) < first:
+        return dropped(first, read)
+    return None

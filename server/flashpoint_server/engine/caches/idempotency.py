@@ -7,11 +7,13 @@ shapes and bytes of its tensors. Header fields are no part of it: the deadline o
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from flashpoint_contract.tensors import TensorInfo
+from flashpoint_contract.tensors import ITEMSIZE
+from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.state.memory import Memory
 from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.ipc.bodies import PlacedTensor, encode
@@ -35,27 +37,27 @@ class IdempotencyKeys:
         self._payloads: OwnerLru[bytes] = OwnerLru(PAYLOADS)
         self._answers: OwnerLru[_First] = OwnerLru(ANSWERS)
 
-    def check(self, owner: str, key: str, payload: bytes) -> list[int] | None:
+    def check(self, terms: Terms) -> list[int] | None:
         """Return the caches that the first call with this key created, if it was a creation or a fork, else None.
 
         Raises Refusal 422 if that call had another payload.
         """
-        if not key:
+        if not terms.key:
             return None
-        first = self._answers.get(owner, key)
-        known = self._payloads.get(owner, key) if first is None else first.payload
-        if known is not None and known != payload:
+        first = self._answers.get(terms.owner, terms.key)
+        known = self._payloads.get(terms.owner, terms.key) if first is None else first.payload
+        if known is not None and known != terms.payload:
             raise Refusal(*REUSED)
         return None if first is None else first.serials
 
-    def done(self, owner: str, key: str, payload: bytes, created: Sequence[int] = ()) -> None:
+    def done(self, terms: Terms, created: Sequence[int] = ()) -> None:
         """Record that a call took effect. `created` are the serials of the caches that it created."""
-        if not key:
+        if not terms.key:
             return
         if created:
-            self._answers.put(owner, key, _First(payload, list(created)), len(created))
-        elif self._payloads.get(owner, key) is None:
-            self._payloads.put(owner, key, payload)
+            self._answers.put(terms.owner, terms.key, _First(terms.payload, list(created)), len(created))
+        else:
+            self._payloads.put(terms.owner, terms.key, terms.payload)
 
 
 def payload_of(call: Any, tensors: Iterable[PlacedTensor], memory: Memory) -> bytes:
@@ -63,7 +65,7 @@ def payload_of(call: Any, tensors: Iterable[PlacedTensor], memory: Memory) -> by
     digest = hashlib.sha256(encode(call))
     for t in sorted(tensors, key=attrgetter("name")):
         digest.update(encode((t.name, t.dtype, t.shape)))
-        if nbytes := TensorInfo(t.dtype, t.shape).nbytes:
+        if nbytes := math.prod(t.shape) * ITEMSIZE[t.dtype]:
             memory_map, start = memory.find(t)
             with memoryview(memory_map) as segment, segment[start : start + nbytes] as data:
                 digest.update(data)

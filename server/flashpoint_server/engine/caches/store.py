@@ -30,7 +30,7 @@ from flashpoint_server.engine.caches.cache import (
     reserved_chunks,
     write_problem,
 )
-from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
+from flashpoint_server.engine.caches.chunks import Change, Chunk, TokenSize, Track
 from flashpoint_server.engine.caches.idempotency import REUSED, IdempotencyKeys
 from flashpoint_server.engine.caches.pages import Block, PagePool
 from flashpoint_server.engine.state.ledger import Ledger
@@ -133,17 +133,17 @@ class CacheStore:
     def delete(self, terms: Terms, serials: Sequence[int]) -> None:
         """Delete all of the caches, or none of them. Raises Refusal 404 and 410."""
         with self._lock:
-            self._check_key(terms)
+            self._keys.check(terms)
             for cache in dict.fromkeys(self._find(terms.owner, serials)):
                 self.ledger.end(cache)
-            self._keys.done(terms.owner, terms.key, terms.payload)
+            self._keys.done(terms)
 
     def renew(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
         """Return descriptions of caches, whose time to live restarts when the call ends. Raises Refusal 404 and 410."""
         with self._lock:
-            self._check_key(terms)
+            self._keys.check(terms)
             records = self.look(terms, serials)
-            self._keys.done(terms.owner, terms.key, terms.payload)
+            self._keys.done(terms)
             return records
 
     def _new(
@@ -160,11 +160,11 @@ class CacheStore:
 
         Raises Refusal 404 and 410 if its caches are gone, and 422 if the key belongs to another call.
         """
-        serials = self._check_key(terms)
+        serials = self._keys.check(terms)
         return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
 
     def _answer(self, terms: Terms, made: Sequence[StoredCache]) -> list[CacheRecord]:
-        self._keys.done(terms.owner, terms.key, terms.payload, [cache.serial for cache in made])
+        self._keys.done(terms, [cache.serial for cache in made])
         return [self.record(cache) for cache in made]
 
     # Reading
@@ -229,10 +229,15 @@ class CacheStore:
             return self._find(terms.owner, serials)
 
     def _find(self, owner: str, serials: Sequence[int], fields: Sequence[str] = ()) -> list[StoredCache]:
-        every = [self.ledger.find(StoredCache, owner, serial) for serial in serials]
-        found = [one for one in every if isinstance(one, StoredCache)]
-        if len(found) < len(every):
-            self._refuse([one if isinstance(one, tuple) else None for one in every], fields)
+        found: list[StoredCache] = []
+        problems: list[tuple[str, str] | None] = []
+        for serial in serials:
+            one = self.ledger.find(StoredCache, owner, serial)
+            if isinstance(one, StoredCache):
+                found.append(one)
+            problems.append(one if isinstance(one, tuple) else None)
+        if len(found) < len(problems):
+            self._refuse(problems, fields)
         return found
 
     @staticmethod
@@ -252,7 +257,7 @@ class CacheStore:
     def truncate(self, terms: Terms, serial: int, length: int) -> CacheRecord:
         """Drop the tokens from `length` on, in every layer. Raises Refusal 404, 409 and 410."""
         with self._lock:
-            self._check_key(terms)
+            self._keys.check(terms)
             (cache,) = self._find(terms.owner, [serial])
             if not self._repeats(terms, [cache]):
                 self._refuse([cut_problem(cache, length)])
@@ -278,14 +283,14 @@ class CacheStore:
         changed.
         """
         with self._lock:
-            self._check_key(terms)
+            self._keys.check(terms)
             caches = self._find(terms.owner, serials)
             if len(set(serials)) < len(serials):
                 raise Refusal("invalid_request", "caches: contains a cache twice, but the call writes to it",
                               errors=[("caches", "contains a cache twice, but the call writes to it")])  # fmt: skip
             if self._repeats(terms, caches):
                 return caches
-            writes = self._prepared(terms, caches, layer, at, [k.shape[1] for k, _ in tokens], lowest)
+            writes = self._prepared(terms, caches, layer, at, tokens, lowest)
             self._written(terms, caches)
             for cache in caches:
                 cache.expires = self.ledger.clock() + cache.ttl  # also if the call's attention fails later
@@ -301,35 +306,39 @@ class CacheStore:
 
     def readable(self, caches: Sequence[StoredCache], layer: int, first: Sequence[int]) -> None:
         """Check that each cache still holds the tokens from `first` on. Raises Refusal 409."""
-        self._refuse([dropped(c.tracks[layer].first, p) for c, p in zip(caches, first, strict=True)])
+        there = [cache.tracks[layer].first for cache in caches]
+        self._refuse([dropped(n, p) if p < n else None for n, p in zip(there, first, strict=True)])
 
     def _prepared(
-        self, terms: Terms, caches: Sequence[StoredCache], layer: int, at: Sequence[int] | None, counts: Sequence[int],
-        lowest: Callable[[int, int], int],
+        self, terms: Terms, caches: Sequence[StoredCache], layer: int, at: Sequence[int] | None,
+        tokens: Sequence[tuple[Tensor, Tensor]], lowest: Callable[[int, int], int],
     ) -> list[Write]:  # fmt: skip
         """Check a write, and allocate its memory. No later step of the write can fail.
 
         Raises Refusal 409, 413, 422 and 429, and MemoryError.
         """
-        tracks = [cache.tracks[layer] for cache in caches]
-        places = [track.length for track in tracks] if at is None else at
-        self._refuse([write_problem(c, layer, p, n, lowest) for c, p, n in zip(caches, places, counts, strict=True)])
-        needs = [track.needs(p, n) for track, p, n in zip(tracks, places, counts, strict=True)]
+        writes: list[Write] = []
+        needs: list[list[Change]] = []
+        problems = []
+        for n, (cache, (k, _)) in enumerate(zip(caches, tokens, strict=True)):
+            track, count = cache.tracks[layer], k.shape[1]
+            place = track.length if at is None else at[n]
+            problems.append(write_problem(cache, layer, place, count, lowest))
+            needs.append(track.needs(place, count))
+            writes.append(Write(cache, track, place, []))
+        self._refuse(problems)
         if not any(needs):
-            return [Write(c, t, p, p + n, []) for c, t, p, n in zip(caches, tracks, places, counts, strict=True)]
+            return writes
         new = net = largest = 0
-        for cache, track, changes in zip(caches, tracks, needs, strict=True):
+        for (cache, track, _, _), changes in zip(writes, needs, strict=True):
             spared = len(track.spares)
             fresh = sum(track.size.nbytes * change.capacity for change in changes[spared:])
             old = (track.chunks[change.place] for change in changes if change.place < len(track.chunks))
             gone = sum(chunk.nbytes for chunk in old if chunk is not None)
             new, net, largest = new + fresh, net + fresh - gone, max(largest, cache.nbytes + fresh - gone)
         self._check(terms, new, net, largest)
-        writes = []
         try:
-            for cache, track, p, n, changes in zip(caches, tracks, places, counts, needs, strict=True):
-                writes.append(Write(cache, track, p, p + n, []))
-                made = writes[-1].made
+            for (cache, track, _, made), changes in zip(writes, needs, strict=True):
                 for number, change in enumerate(changes, 1):
                     if track.spares:
                         chunk = track.spares.pop(0)
@@ -344,15 +353,11 @@ class CacheStore:
             raise
         return writes
 
-    def _check_key(self, terms: Terms) -> list[int] | None:
-        """Like `IdempotencyKeys.check`."""
-        return self._keys.check(terms.owner, terms.key, terms.payload)
-
     def _written(self, terms: Terms, caches: Sequence[StoredCache]) -> None:
         """Record the idempotency key of a write that takes effect now."""
         for cache in caches:
             cache.written(terms)
-        self._keys.done(terms.owner, terms.key, terms.payload)
+        self._keys.done(terms)
 
     def _repeats(self, terms: Terms, caches: Sequence[StoredCache]) -> bool:
         """Return whether the call repeats the last write of all these caches.

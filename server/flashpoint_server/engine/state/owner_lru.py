@@ -30,9 +30,13 @@ class OwnerLru(Generic[V]):
         return values[key][0] if values is not None and key in values else None
 
     def put(self, owner: str, key: Hashable, value: V, weight: int = 1) -> None:
-        """Store a value under a new key."""
-        self._owners.setdefault(owner, OrderedDict())[key] = value, weight
-        self._count(owner, weight)
+        """Store a value under a key. A key that has a value keeps it."""
+        values = self._owners.setdefault(owner, OrderedDict())
+        if key in values:
+            return
+        values[key] = value, weight
+        self._weights[owner] += weight
+        self._total += weight
         while self._total > self._limit:
             self._drop_oldest(self._weights.most_common(1)[0][0])
 
@@ -44,10 +48,7 @@ class OwnerLru(Generic[V]):
 
     def _drop_oldest(self, owner: str) -> None:
         _, (_, weight) = self._owners[owner].popitem(last=False)
-        self._count(owner, -weight)
+        self._weights[owner] -= weight
+        self._total -= weight
         if not self._owners[owner]:
             del self._owners[owner], self._weights[owner]
-
-    def _count(self, owner: str, weight: int) -> None:
-        self._weights[owner] += weight
-        self._total += weight
