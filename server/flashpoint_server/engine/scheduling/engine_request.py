@@ -289,7 +289,8 @@ class EngineRequest:
     def cut(self, parts_of: Callable[[EngineRequest], list[Problem]], budget: Budget) -> list[Problem]:
         """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
         planned, placed = self.planned, self.placed
-        assert planned is not None and placed is not None
+        assert planned is not None
+        assert placed is not None
         if parts := placed.parts:
             self.about, self.seed = placed.about, parts[0].seed
             return parts
@@ -327,7 +328,8 @@ class EngineRequest:
     def tensors(self, of: Callable[[EngineRequest], CallTensors]) -> CallTensors:
         """Return the tensors of a call over caches, those kept for its slot or from `of`. Raises Refusal 422."""
         planned, placed = self.planned, self.placed
-        assert planned is not None and placed is not None
+        assert planned is not None
+        assert placed is not None
         if (tensors := placed.tensors) is None:
             tensors = of(self)
             if planned.kept:
