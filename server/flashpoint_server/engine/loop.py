@@ -152,7 +152,8 @@ class EngineLoop:
         timeout: float | None = 0
         while not self._stopping:
             self._hear_all(timeout)
-            self._look_at_ledger()
+            if self._ledger.changes != self._changes or time.monotonic() >= self._ledger.due:
+                self._look_at_ledger()
             with self._lock:
                 if not self._stopping and (task := self._scheduler.take()) is not None:
                     return task
@@ -198,7 +199,8 @@ class EngineLoop:
             with self._lock:
                 following = self._scheduler.finish(task, failure)
                 for request in task.requests:
-                    self._let_go(request.worker)
+                    if request.worker not in self._workers:
+                        self._let_go(request.worker)
                 # the listening thread must send the ledger's new counts, and note when items may expire
                 if self._ledger.changes != self._changes:
                     self._waker.wake()
@@ -227,8 +229,8 @@ class EngineLoop:
                 return
             device = self._executor.device
             worker = Worker(Channel(sock, ToEngine), device)
-            worker.channel.send(Hello(device.info, os.getpid(), self._incarnation))
-            worker.channel.send(Holding(*self._sent))
+            worker.send(Hello(device.info, os.getpid(), self._incarnation))
+            worker.send(Holding(*self._sent))
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
             with self._lock:
                 self._workers.append(worker)
@@ -241,7 +243,23 @@ class EngineLoop:
             while True:
                 message, descriptors = worker.channel.receive()
                 with self._lock:
-                    self._take_in(worker, message, descriptors)
+                    match message:
+                        case Submit():
+                            self._scheduler.admit(message, worker)
+                        case SavedOwners():
+                            self._ledger.keep_owners(message.names)
+                        case Forget():
+                            self._executor.device.saved.drop(message.serial)
+                        case Cancel():
+                            self._scheduler.cancel(worker, message.id)
+                        case Attach():
+                            self._attach(worker, message, descriptors)
+                        case Detach():
+                            if message.segment in worker.segments:
+                                worker.detach(message.segment)
+                        case _:
+                            for plugin in self._scheduler.plugins:
+                                self._tell_all(plugin.hear(message))
         except BlockingIOError:
             return
         except EOFError:
@@ -249,25 +267,6 @@ class EngineLoop:
         except Exception:  # a bad message or missing resource of one worker must not affect the others
             log.exception("peer dropped")
             self._forget(worker)
-
-    def _take_in(self, worker: Worker, message: ToEngine, descriptors: Sequence[int]) -> None:
-        match message:
-            case Submit():
-                self._scheduler.admit(message, worker)
-            case SavedOwners():
-                self._ledger.keep_owners(message.names)
-            case Forget():
-                self._executor.device.saved.drop(message.serial)
-            case Cancel():
-                self._scheduler.cancel(worker, message.id)
-            case Attach():
-                self._attach(worker, message, descriptors)
-            case Detach():
-                if message.segment in worker.segments:
-                    worker.detach(message.segment)
-            case _:
-                for plugin in self._scheduler.plugins:
-                    self._tell_all(plugin.hear(message))
 
     def _attach(self, worker: Worker, message: Attach, descriptors: Sequence[int]) -> None:
         try:
@@ -294,5 +293,5 @@ class EngineLoop:
 
     def _let_go(self, worker: Worker) -> None:
         """Close the channel of a removed worker when no task uses its memory any more: it may then reuse the memory."""
-        if worker not in self._workers and not worker.running:
+        if not worker.running:
             worker.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from flashpoint_server.engine.scheduling.waiting import Budget
+from flashpoint_server.ipc.bodies import encode
 from flashpoint_server.ipc.messages import Broken, Channel, ToEngine
 from flashpoint_server.observability import logs
 from flashpoint_server.processes.parent import (
@@ -80,7 +81,8 @@ def main(start: Callable[[str], ComputeDevice] | None = None) -> int:
         missing = isinstance(error, DeviceMissingError)  # a setting is wrong: a traceback would not help
         log.error("broken", device=arguments.device, exc_info=not missing, **({"error": str(error)} if missing else {}))
         sock, _ = listener.accept()
-        Channel(sock, ToEngine).send(Broken(str(error) if missing else f"{type(error).__name__}: {error}"))
+        reason = str(error) if missing else f"{type(error).__name__}: {error}"
+        Channel(sock, ToEngine).send(encode(Broken(reason)))
         return CANNOT_WORK
     budget = Budget(arguments.batch_flops, arguments.batch_bytes, arguments.max_queue_delay)
     waker = Waker()

@@ -73,7 +73,7 @@ class Listener:
     def computed(self, engine: Engine, done: Done) -> None:
         """Called when an attention request was computed.
 
-        A launch can compute several requests: `done.batch` describes it for one of them, and is None for the others.
+        A launch can compute several requests: `done` describes it for one of them; `done.flops` of the others is None.
         """
 
     def heard(self, engine: Engine, news: JobNews) -> None:
@@ -204,7 +204,7 @@ class Engine:
             return
         try:
             while self._unsent:
-                self._channel.send_encoded(*self._unsent[0])
+                self._channel.send(*self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
             asyncio.get_running_loop().add_writer(self._channel, self._writable)

@@ -17,7 +17,7 @@ import msgspec
 from flashpoint_contract.options import Direction
 from flashpoint_kernels.dispatching.support import Backends
 from flashpoint_kernels.problems.cost import Rates
-from flashpoint_server.ipc.bodies import Body, CacheRef, CacheShape, PlacedTensor, Recall, Save, encode
+from flashpoint_server.ipc.bodies import Body, CacheRef, CacheShape, PlacedTensor, Recall, Save
 
 LARGEST_MESSAGE = 1 << 17
 MOST_LISTED = 64  # maximum saved forwards in one message, each with a head of up to 1 KiB
@@ -207,26 +207,16 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """A launch of one or more requests: its FLOPs, and how it used the batch budget.
-
-    `padding` is the number of additional FLOPs that padding all sequences to the longest one would cost. `fill` is the
-    used fraction of the budget. `splits` is how often the batch was split in two because memory ran out.
-    """
-
-    flops: int
-    padding: int
-    fill: float
-    splits: int
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
+class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds.
 
     `copy_in` and `copy_out` are the seconds of this time that copies to and from a GPU took. `memory` is the device
-    memory that the engine uses, in bytes. `launch` is a number that is unique among all engines. `batch` describes the
-    launch; it is None for all but one of its requests. `dropped` is the number of log lines that the engine has dropped
-    since its last Done.
+    memory that the engine uses, in bytes. `launch` is a number that is unique among all engines. `dropped` is the
+    number of log lines that the engine has dropped since its last Done.
+
+    The last fields describe the launch, for one of its `batch_size` requests; `flops` is None for the others. `padding`
+    is the number of additional FLOPs that padding all sequences to the longest one would cost. `fill` is the used
+    fraction of the batch budget. `splits` is how often the batch was split in two because memory ran out.
     """
 
     id: int
@@ -238,8 +228,11 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     copy_out: float
     memory: int
     launch: int
-    batch: Batch | None
     dropped: int
+    flops: int | None = None
+    padding: int = 0
+    fill: float = 0.0
+    splits: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -378,12 +371,11 @@ class Channel(Generic[Incoming]):
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, message: ToEngine | FromEngine, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message. Raises BlockingIOError if the socket's buffer is full, OSError if the other end is gone."""
-        self.send_encoded(encode(message), descriptors)
+    def send(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a message that `encode` has made.
 
-    def send_encoded(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message that `encode` has made. Raises like `send`."""
+        Raises BlockingIOError if the socket's buffer is full, and OSError if the other end is gone.
+        """
         if descriptors:
             socket.send_fds(self.sock, [message], descriptors)
         else:

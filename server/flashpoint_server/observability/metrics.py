@@ -189,18 +189,18 @@ class Metrics(Listener):
     def _count_launch(self, done: Done) -> None:
         backend = done.metadata["backend"]
         self._memory.set(done.memory)
-        if (batch := done.batch) is None:
+        if done.flops is None:
             return
         seconds = max(done.ended - done.began - done.copy_in - done.copy_out, 1e-9)
         self._batch_size.observe(done.batch_size)
-        self._batch_fill.observe(batch.fill)
-        self._flops.labels(backend).inc(batch.flops)
+        self._batch_fill.observe(done.fill)
+        self._flops.labels(backend).inc(done.flops)
         self._compute.labels(backend).inc(seconds)
-        self._speed.set(batch.flops / seconds / 1e12)
-        if batch.padding:
-            self._padding.inc(batch.padding)
-        if batch.splits:
-            self._splits.inc(batch.splits)
+        self._speed.set(done.flops / seconds / 1e12)
+        if done.padding:
+            self._padding.inc(done.padding)
+        if done.splits:
+            self._splits.inc(done.splits)
 
     def holding_changed(self, engine: Engine, holding: Holding) -> None:
         for name, metric in self._holding.items():

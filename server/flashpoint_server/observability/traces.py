@@ -113,16 +113,16 @@ class Traces(Listener):
             self._requests.start_span(part, inside, start_time=self._unix(began)).end(self._unix(end))
 
     def computed(self, engine: Engine, done: Done) -> None:
-        """Export the span of a launch, once: only one request of each launch has `done.batch`."""
-        if (batch := done.batch) is None:
+        """Export the span of a launch, once: only one request of each launch has `done.flops`."""
+        if done.flops is None:
             return
         self._follow_clock()
         attributes = {
             "flashpoint.backend": done.metadata["backend"],
             "flashpoint.batch_size": done.batch_size,
-            "flashpoint.flops": batch.flops,
-            "flashpoint.padding_saved_flops": batch.padding,
-            "flashpoint.fill": batch.fill,
+            "flashpoint.flops": done.flops,
+            "flashpoint.padding_saved_flops": done.padding,
+            "flashpoint.fill": done.fill,
         }
         self._launch_ids.number = done.launch
         span = self._launches.start_span("launch", Context(), attributes=attributes, start_time=self._unix(done.began))

@@ -1,4 +1,4 @@
-"""Process setup: garbage collection, priority, descriptor limit, ending with the parent process, and the watchdog."""
+"""Process setup: garbage collection, priority, descriptor limit, and ending with the parent process."""
 
 import contextlib
 import ctypes
@@ -7,8 +7,6 @@ import os
 import resource
 import signal
 import sys
-import threading
-import time
 
 CANNOT_WORK = 78  # EX_CONFIG: exit code of a process that a restart cannot help
 
@@ -55,32 +53,3 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)  # the parent has already ended
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-
-class Watchdog:
-    """A context that kills the process with SIGALRM when it takes longer than `limit` seconds.
-
-    A thread enters it once at a time. The kernel sends the signal, because a hanging thread may hold Python's lock for
-    ever.
-    """
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._began: dict[int, float] = {}  # when each thread entered, in order of time: the first is the oldest
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._began[threading.get_ident()] = time.monotonic()
-            if len(self._began) == 1:
-                signal.setitimer(signal.ITIMER_REAL, self._limit)
-
-    def __exit__(self, *_: object) -> None:
-        thread = threading.get_ident()
-        with self._lock:
-            first = next(iter(self._began)) == thread
-            del self._began[thread]
-            if first:  # otherwise the timer belongs to a thread that entered before
-                oldest = next(iter(self._began.values()), None)
-                left = 0.0 if oldest is None else max(oldest + self._limit - time.monotonic(), 1e-6)
-                signal.setitimer(signal.ITIMER_REAL, left)

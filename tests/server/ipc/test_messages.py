@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from flashpoint_server.ipc.bodies import CacheShape
+from flashpoint_server.ipc.bodies import CacheShape, encode
 from flashpoint_server.ipc.messages import (
     LARGEST_MESSAGE,
     Attach,
@@ -30,8 +30,8 @@ def ends():
 def test_messages_keep_their_order_and_descriptors(ends):
     engine, http = ends
     reader, writer = os.pipe()
-    http.send(Attach(7, 4096), (reader,))
-    http.send(Cancel(1))
+    http.send(encode(Attach(7, 4096)), (reader,))
+    http.send(encode(Cancel(1)))
     os.close(reader)
     message, (descriptor,) = engine.receive()
     assert message == Attach(7, 4096)
@@ -46,14 +46,14 @@ def test_messages_keep_their_order_and_descriptors(ends):
 
 def test_a_peer_that_is_gone_or_sends_too_much_is_an_end_of_file(ends):
     engine, http = ends
-    engine.send(JobEvent("long", b"x" * LARGEST_MESSAGE))
+    engine.send(encode(JobEvent("long", b"x" * LARGEST_MESSAGE)))
     with pytest.raises(EOFError, match="truncated"):
         http.receive()
     engine.close()
     with pytest.raises(EOFError):
         http.receive()
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        http.send(Cancel(1))
+        http.send(encode(Cancel(1)))
 
 
 @pytest.mark.parametrize(("layers", "count"), [(1, 0), (1, 1), (1, 5000), (512, 40)])
@@ -65,7 +65,7 @@ def test_an_answer_about_many_caches_is_sent_in_messages_that_fit(ends, layers, 
     records = [CacheRecord(1 << 50 | n, shape, 1 << 40, far, 1e9, far, far, 1 << 60, 1e9) for n in range(count)]
     received = []
     for part in CallReply.parts(3, records, [], 1.0, 2.0):
-        engine.send(part)
+        engine.send(encode(part))
         received.append(http.receive()[0])
     assert [record for part in received for record in part.caches] == records
     assert [part.more for part in received] == [True] * (len(received) - 1) + [False]

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import psutil
 
 from flashpoint_kernels.native import switches
-from flashpoint_server.ipc.messages import AnswerVerified, Batch, Done, Holding
+from flashpoint_server.ipc.messages import AnswerVerified, Done, Holding
 from flashpoint_server.observability.metrics import Metrics
 from tests.support.messages import JSON, PATIENCE, message, normal, post, read_metrics
 from tests.support.servers import wait_for
@@ -174,9 +174,21 @@ ENGINE = SimpleNamespace(process=("engine-0", 7))
 
 def test_a_launch_is_counted_with_its_seconds_without_copies():
     metrics = Metrics()
-    batch = Batch(flops=1000, padding=10, fill=0.5, splits=2)
     done = Done(
-        1, {"backend": "cpu"}, 10.0, 12.0, 3, copy_in=0.25, copy_out=0.5, memory=77, launch=1, batch=batch, dropped=4
+        1,
+        {"backend": "cpu"},
+        10.0,
+        12.0,
+        3,
+        copy_in=0.25,
+        copy_out=0.5,
+        memory=77,
+        launch=1,
+        dropped=4,
+        flops=1000,
+        padding=10,
+        fill=0.5,
+        splits=2,
     )
     metrics.computed(ENGINE, done)
     of = {"backend": "cpu"}

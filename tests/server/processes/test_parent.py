@@ -15,7 +15,7 @@ from tests.support.servers import wait_for
 
 HANGING = """
 import ctypes, signal, threading
-from flashpoint_server.processes.parent import Watchdog
+from flashpoint_server.engine.execution.executor import Watchdog
 patient = Watchdog(600)
 for _ in range(1000):
     with patient:

@@ -45,13 +45,13 @@ from flashpoint_server.engine.execution import executor
 from flashpoint_server.engine.execution.cpu import CpuDevice
 from flashpoint_server.engine.execution.cuda import CudaDevice
 from flashpoint_server.engine.execution.device import DeviceLostError
-from flashpoint_server.engine.scheduling import scheduler
+from flashpoint_server.engine.scheduling import engine_request, scheduler
 from flashpoint_server.engine.scheduling.engine_request import OutOfMemoryError
 from flashpoint_server.engine.scheduling.tasks import Compute
 from flashpoint_server.engine.state import ledger
 from flashpoint_server.engine.state.memory import tensor_in
 from flashpoint_server.engine.verifying import verifier
-from flashpoint_server.ipc.messages import Channel, Done
+from flashpoint_server.ipc.messages import Done
 from flashpoint_server.observability.lines import ROOM
 from tests.support.faulty.bugs import Seeded
 
@@ -178,11 +178,11 @@ class TellingExecutor(executor.Executor):
             self.tell(task.requests[0].submit.request_id)
         return super().run(task)
 
-    def _done(self, request, *about):
-        for t in request.outputs if WRONG.there() else ():
+    def answer(self, request, *about):
+        for t in request.outputs if request.failure is None and WRONG.there() else ():
             if t.name != "lse":
                 tensor_in(request.memory, t).mul_(1.25)
-        super()._done(request, *about)
+        super().answer(request, *about)
 
     def tell(self, name):
         self.parts[name] += 1
@@ -250,10 +250,10 @@ class FaultyLedger(ledger.Ledger):
         super().end(item)
 
 
-class LosingChannel(Channel):
-    def send(self, message, descriptors=()):
-        if not (isinstance(message, Done) and LOSE.shows()):
-            super().send(message, descriptors)
+class LosingWorker(engine_request.Worker):
+    def send(self, reply):
+        if not (isinstance(reply, Done) and LOSE.shows()):
+            super().send(reply)
 
 
 if __name__ == "__main__":
@@ -262,7 +262,7 @@ if __name__ == "__main__":
 
         fast_interpreter.install()
     verifier.HELD_SECONDS = float(os.environ.get("FLASHPOINT_TEST_HELD", verifier.HELD_SECONDS))
-    loop.Channel = LosingChannel
+    loop.Worker = LosingWorker
     executor.TOLD_SECONDS = 0.0  # report the progress of a verification after each block
     executor.Executor = TellingExecutor
     scheduler.Scheduler = TellingScheduler

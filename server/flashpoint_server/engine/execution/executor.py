@@ -1,14 +1,16 @@
-"""Run tasks on the device, and send the answers."""
+"""Run tasks on the device, and send the answers. End the process when a task hangs."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import structlog
 
@@ -27,7 +29,6 @@ from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.ipc.bodies import CacheCall, SavedCall
 from flashpoint_server.ipc.messages import (
     MOST_ERRORS,
-    Batch,
     CacheRecord,
     CallReply,
     Done,
@@ -37,12 +38,40 @@ from flashpoint_server.ipc.messages import (
     VerifyProgressed,
 )
 from flashpoint_server.observability.lines import LINES
-from flashpoint_server.processes.parent import Watchdog
 from flashpoint_server.refusal import Refusal
 
 TOLD_SECONDS = 0.1  # seconds between two progress messages of a verification
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
+
+
+class Watchdog:
+    """A context that kills the process with SIGALRM when it takes longer than `limit` seconds.
+
+    A thread enters it once at a time. The kernel sends the signal, because a hanging thread may hold Python's lock for
+    ever.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._began: dict[int, float] = {}  # when each thread entered, in order of time: the first is the oldest
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._began[threading.get_ident()] = time.monotonic()
+            if len(self._began) == 1:
+                signal.setitimer(signal.ITIMER_REAL, self._limit)
+
+    def __exit__(self, *_: object) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            first = next(iter(self._began)) == thread
+            del self._began[thread]
+            if first:  # otherwise the timer belongs to a thread that entered before
+                oldest = next(iter(self._began.values()), None)
+                left = 0.0 if oldest is None else max(oldest + self._limit - time.monotonic(), 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, left)
 
 
 class Executor:
@@ -67,13 +96,19 @@ class Executor:
 
         The other tasks answer their requests themselves, also if they fail.
         """
+        try:
+            match task:
+                case Compute():
+                    with self._watchdog:
+                        self._run_part(task.problem, task.requests[0].backend)
+                case Split():
+                    self._cut(task)
+                case SaveForward():
+                    with self._watchdog:
+                        self.device.keep(task.requests[0])
+        except Exception as error:
+            return error
         match task:
-            case Compute():
-                return self._compute(task.requests[0], task.problem)
-            case Split():
-                return self._cut(task)
-            case SaveForward():
-                return self._keep(task.requests[0])
             case Ask():
                 self._ask(task.requests[0])
             case Launch():
@@ -83,25 +118,39 @@ class Executor:
                     task.plugin.step()
         return None
 
-    def answer(self, request: EngineRequest) -> None:
-        """Answer a request whose parts have all ended, or that has failed."""
-        if request.failure is None:
-            self._done(request, 1, NO_COPIES, request.about, next(self._numbers))
-        else:
+    def answer(self, request: EngineRequest, size: int = 1, stages: Stages = NO_COPIES, number: int = 0) -> None:
+        """Answer a request whose parts have all ended, or that has failed.
+
+        It was computed in launch `number`, a new one if this is 0, of `size` requests.
+        """
+        if request.failure is not None:
             request.worker.send(_failed(request))
+            return
+        spec, planned = request.spec, request.planned
+        assert planned is not None
+        if not planned.metadata:
+            kernel = self.device.info.kernel(spec.dtype, spec.direction) if request.backend == "cpu" else None
+            planned.metadata = {"backend": request.backend, **({"kernel": kernel} if kernel else {})}
+        metadata = planned.metadata.copy()
+        if spec.options.dropout_p:
+            metadata["dropout_seed"] = request.seed
+        metadata |= request.answers
+        if request.saved_forward is not None:
+            metadata["saved"] = request.saved_forward.serial
+        ended, memory, number = time.perf_counter(), self.device.memory(), number or next(self._numbers)
+        if self._answered is not None:
+            self._answered(request)
+        request.worker.send(
+            Done(
+                request.submit.id, metadata, request.began, ended, size, *stages, memory, number, LINES.dropped(),
+                *(request.about or ()),
+            )
+        )  # fmt: skip
 
     def end_if_lost(self, by: str) -> None:
         """End the process if the device does not work any more. `by` says which work may have broken it."""
         if self.device.lost():
             _lost(by=by)
-
-    def _compute(self, request: EngineRequest, problem: Problem) -> Exception | None:
-        try:
-            with self._watchdog:
-                self._run_part(problem, request.backend)
-        except Exception as error:
-            return error
-        return None
 
     def _run_part(self, problem: Problem | Part | WeighingPart, backend: str) -> None:
         try:
@@ -110,25 +159,21 @@ class Executor:
             self.device.empty_cache()
             self.device.run(problem, backend)
 
-    def _cut(self, task: Split) -> Exception | None:
+    def _cut(self, task: Split) -> None:
         request = task.requests[0]
-        try:
-            if not request.over_caches:
-                request.add(request.cut(self.device.parts, self._budget))
-                return None
-            with self._watchdog:
-                parts = self._cut_calls(task.requests, task.cores)
-                if len(parts) == 1 and not request.unwanted:
-                    run = partial(self._run_part, parts[0], request.backend)
-                    if task.cores > 1 or task.long:
-                        run()
-                    else:  # kernel threads leave one core to Python code (kernel_threads.py)
-                        self._kernels.run(run)
-                    parts = ()
-                request.add(parts)
-        except Exception as error:
-            return error
-        return None
+        if not request.over_caches:
+            request.cut(self.device.parts, self._budget)
+            return
+        with self._watchdog:
+            parts = self._cut_calls(task.requests, task.cores)
+            if len(parts) == 1 and not request.unwanted:
+                run = partial(self._run_part, parts[0], request.backend)
+                if task.cores > 1 or task.long:
+                    run()
+                else:  # kernel threads leave one core to Python code (kernel_threads.py)
+                    self._kernels.run(run)
+                parts = ()
+            request.add(parts)
 
     def _cut_calls(self, requests: Sequence[EngineRequest], cores: int) -> Sequence[Problem | Part]:
         """Write the new tokens of calls over stored caches into the caches. Return the parts to compute, of all calls.
@@ -165,14 +210,6 @@ class Executor:
         caches = self.device.write(call)
         request.answers["lengths"] = [cache.tracks[call.cache_ref.layer].length for cache in caches]
         return caches
-
-    def _keep(self, request: EngineRequest) -> Exception | None:
-        try:
-            with self._watchdog:
-                self.device.keep(request)
-        except Exception as error:
-            return error
-        return None
 
     def _ask(self, request: EngineRequest) -> None:
         """Execute a call about caches or saved forwards, and answer it."""
@@ -249,12 +286,10 @@ class Executor:
         except Exception as error:
             failure = error
         if failure is None:
-            about: Batch | None = account(batch, self._budget, splits)
-            number = next(self._numbers)
+            batch[0].about, number = account(batch, self._budget, splits), next(self._numbers)
             for request, seed in zip(batch, seeds, strict=True):
                 request.seed = seed
-                self._done(request, len(batch), stages, about, number)
-                about = None
+                self.answer(request, len(batch), stages, number)
         elif isinstance(failure, OutOfMemoryError) and (len(batch) > 1 or tries > 1):
             failure.__traceback__ = None  # the traceback's frames refer to tensors whose memory must be freed
             self.device.empty_cache()
@@ -275,27 +310,6 @@ class Executor:
         for request in batch:
             request.failure = error
             self.answer(request)
-
-    def _done(self, request: EngineRequest, size: int, stages: Stages, about: Batch | None, number: int) -> None:
-        """Answer a request that was computed in launch `number`, which had `size` requests.
-
-        `about` describes the launch; it is given for one request of the launch, and is None for the others.
-        """
-        spec = request.spec
-        metadata: dict[str, Any] = {"backend": request.backend}
-        if request.backend == "cpu" and (kernel := self.device.info.kernel(spec.dtype, spec.direction)):
-            metadata["kernel"] = kernel
-        if spec.options.dropout_p:
-            metadata["dropout_seed"] = request.seed
-        metadata |= request.answers
-        if request.saved_forward is not None:
-            metadata["saved"] = request.saved_forward.serial
-        ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
-        if self._answered is not None:
-            self._answered(request)
-        request.worker.send(
-            Done(request.submit.id, metadata, request.began, ended, size, *stages, memory, number, about, dropped)
-        )
 
 
 def _failed(request: EngineRequest) -> Failed:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import Protocol
 
 import structlog
@@ -29,7 +30,7 @@ import structlog
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.scheduling.cache_order import CacheQueue
-from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, Worker
+from flashpoint_server.engine.scheduling.engine_request import LONG_SECONDS, EngineRequest, OutOfMemoryError, Worker
 from flashpoint_server.engine.scheduling.tasks import (
     Ask,
     BenchmarkSlice,
@@ -44,6 +45,7 @@ from flashpoint_server.engine.scheduling.waiting import Budget, Waiting
 from flashpoint_server.engine.state.saved import SavedForward
 from flashpoint_server.ipc.bodies import Save
 from flashpoint_server.ipc.messages import Submit
+from flashpoint_server.ipc.price import PASSED
 from flashpoint_server.refusal import out_of_time
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -55,6 +57,7 @@ BRIEF_BYTES = 1 << 24
 UNCUT_SECONDS = 0.0005  # a `Split` of calls over caches is brief up to these predicted seconds, if nothing else waits
 HOLD_SECONDS = 0.05  # maximum seconds for which no task starts because a benchmark slice waits for the running tasks
 TOGETHER = 64  # maximum number of requests that are cut together
+_nbytes = attrgetter("nbytes")
 LONGER = 2.0  # a request is cut together with another only if it takes at most this many times the other's seconds
 
 
@@ -248,7 +251,8 @@ class Scheduler:
 
     def _answer(self, request: EngineRequest) -> None:
         self._send_answer(request)
-        self._end_turn(request)
+        if request.caches or request.saved_forward is not None:
+            self._end_turn(request)
 
     def _end_turn(self, request: EngineRequest) -> None:
         """Queue the next calls on the same caches, and free the reserved memory of a forward that failed."""
@@ -293,7 +297,7 @@ class Scheduler:
                 continue
             if first.kin is not None:
                 requests += self._kindred(first)
-            if batch := [request for request in requests if self._begins(request)]:
+            if batch := [*filter(self._begins, requests)]:
                 return self._begin(self._task(batch))
         return None
 
@@ -318,10 +322,13 @@ class Scheduler:
             return None
         if self._holding is not None:
             return self._holding + HOLD_SECONDS
-        expires = math.inf if self._holder is None else self._holder.due
-        due = min((plugin.due for plugin in self.plugins if plugin.active), default=math.inf)
-        closes = self._waiting.closes() if self._waiting.items and self._may_launch else math.inf
-        return None if (at := min(expires, closes, due)) == math.inf else at
+        at = math.inf if self._holder is None else self._holder.due
+        if self._waiting.items and self._may_launch:
+            at = min(at, self._waiting.closes())
+        for plugin in self.plugins:
+            if plugin.active:
+                at = min(at, plugin.due)
+        return None if at == math.inf else at
 
     def finish(self, task: Task, failure: Exception | None) -> Task | None:
         """Record the end of a task, with the error that `Executor.run` returned.
@@ -334,7 +341,13 @@ class Scheduler:
             request.worker.running -= 1
         match task:
             case Compute():
-                self._part_ended(task.requests[0], failure)
+                first = task.requests[0]
+                first.left -= 1
+                if failure is not None:
+                    self._waiting.remove(lambda item: item is first)
+                    self._fail_all(first, failure)
+                elif not first.left:
+                    self._end(first)
             case Split():
                 return self._cut_ended(task.requests[0], failure)
             case SaveForward():
@@ -382,10 +395,10 @@ class Scheduler:
             return SaveForward((request,))
         for each in batch:
             each.worker.running += 1
-        long = request.long
-        if len(batch) > 1:
-            request.lead(batch[1:])
         if request.many:
+            long = request.part_seconds > LONG_SECONDS
+            if len(batch) > 1:
+                request.lead(batch[1:])
             self._stoppable += batch
             cores = max(1, self._device.cores - self._running - len(self._waiting.items))
             brief = bool(request.caches) and request.seconds <= UNCUT_SECONDS and not self._waiting.items
@@ -394,13 +407,14 @@ class Scheduler:
 
     def _part(self, first: EngineRequest) -> Compute:
         """Return the task that computes the next part of a request, and of those that were cut together with it."""
-        part = first.take()
+        part = first.parts.popleft()
+        first.rank -= PASSED * first.part_seconds  # so a request with few parts left ranks like a short one
         if first.parts:
             self._waiting.put(first)
             self._wake()
         requests = (first, *first.others)
-        small = first.seconds <= BRIEF_SECONDS and sum([request.nbytes for request in requests]) <= BRIEF_BYTES
-        return Compute(requests, part, first.long, small and not self._waiting.items)
+        small = first.seconds <= BRIEF_SECONDS and sum(map(_nbytes, requests)) <= BRIEF_BYTES
+        return Compute(requests, part, first.part_seconds > LONG_SECONDS, small and not self._waiting.items)
 
     @property
     def _may_launch(self) -> bool:
@@ -418,17 +432,15 @@ class Scheduler:
             return self._may_launch
         if self._running < self._device.cores:
             return True
-        if item.long or self._running > self._device.cores:
+        if item.part_seconds > LONG_SECONDS or self._running > self._device.cores:
             return False
         return self._waiting.items[0] is item or self._running == self._long
 
     def _begins(self, request: EngineRequest) -> bool:
         """Start a request if it has not started. Return False if it is late or fails; it was then answered."""
         try:
-            if _late(request):
+            if (deadline := request.submit.deadline) is not None and time.monotonic() >= deadline:
                 raise out_of_time()
-            if not request.mapped:
-                raise OutOfMemoryError
             if request.computed:
                 return True
             request.begin()
@@ -440,7 +452,7 @@ class Scheduler:
                 request.saved_forward = self._device.reserve(save)
             if request.key is None:
                 if not request.many:
-                    request.add(request.cut(self._device.parts, self._waiting.budget))
+                    request.cut(self._device.parts, self._waiting.budget)
             elif not request.over_caches:
                 request.rows = self._device.rows(request)
         except Exception as error:
@@ -454,19 +466,11 @@ class Scheduler:
         Requests that are late are marked as failed.
         """
         for request in (first, *first.others):
-            if _late(request):
+            if (deadline := request.submit.deadline) is not None and time.monotonic() >= deadline:
                 request.failure = request.failure or out_of_time()
         if unwanted := first.unwanted:
             self._drop_parts(first)
         return not unwanted
-
-    def _part_ended(self, first: EngineRequest, failure: Exception | None) -> None:
-        first.left -= 1
-        if failure is not None:
-            self._waiting.remove(lambda item: item is first)
-            self._fail_all(first, failure)
-        elif not first.left:
-            self._end(first)
 
     def _cut_ended(self, first: EngineRequest, failure: Exception | None) -> Task | None:
         for request in (first, *first.others):
@@ -483,7 +487,3 @@ class Scheduler:
         for request in (first, *first.others):
             request.failure = request.failure or failure
         self._drop_parts(first)
-
-
-def _late(request: EngineRequest) -> bool:
-    return request.submit.deadline is not None and time.monotonic() >= request.submit.deadline

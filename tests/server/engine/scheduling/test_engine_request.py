@@ -31,7 +31,7 @@ def test_a_peer_that_reads_nothing_is_dropped_and_told_only_when_its_memory_is_f
     monkeypatch.setattr(engine_request, "PATIENCE", 0.0)
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs, ours = Channel(pair[0], FromEngine), Channel(pair[1], ToEngine)
-    theirs.send(Cancel(7))
+    theirs.send(encode(Cancel(7)))
     peer = Worker(ours, pinning=None)
     while not peer.not_reading:
         peer.send(Unmapped(0))
@@ -68,7 +68,8 @@ def test_calls_of_a_plan_share_it_and_each_slot_keeps_its_parts_until_a_segment_
             cuts.append(request)
             return [SimpleNamespace(rows=request.spec.rows({}), first_head=0, seed=None)]
 
-        return request, request.cut(parts_of, Budget(1, 1, 0.0))
+        request.cut(parts_of, Budget(1, 1, 0.0))
+        return request, request.parts[0]
 
     slot = {name: (SLOT, 128 * n) for n, name in enumerate("qkvo")}
     in_region = {**slot, "o": (2, 0)}

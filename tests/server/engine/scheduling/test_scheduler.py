@@ -245,7 +245,7 @@ def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
     cuts = [bench.take(Split), bench.take(Split)]
     bench.scheduler.cancel(bench.peer, cancelled)
     for cut in cuts:
-        cut.requests[0].add(cut.requests[0].cut(bench.device.parts, BUDGET))
+        cut.requests[0].cut(bench.device.parts, BUDGET)
     none, first = bench.finish(*cuts)
     assert (none, bench.answered) == (None, [(cancelled, "deadline_exceeded")])
     assert isinstance(first, Compute)  # the request's next part runs at once
