@@ -23,9 +23,9 @@ from flashpoint_contract.options import Direction
 from flashpoint_contract.schemas.validation import said
 from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.envelope import ENDLESS, Application, Envelope
 from flashpoint_server.http.origin_policy import Cors
+from flashpoint_server.http.request import request_of
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.oip import memory_routes, schema
 from flashpoint_server.oip import routes as oip
@@ -120,7 +120,7 @@ def create_app(
     routes = (route for router in (app.router, *routers) for route in router.routes)
     app.state.paths = [route.path for route in routes if isinstance(route, StarletteRoute)]
     words = {part for path in app.state.paths for part in path.split("/") if "{" not in part}
-    shared_arguments = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
+    shared_arguments = (paths, service.ended, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:
@@ -150,9 +150,9 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 async def _refused(request: Request, refusal: Any) -> Response:
-    exchange = Exchange.of(request.scope)
-    exchange.code = refusal.code
-    media_type, body = exchange.write_refusal(refusal, exchange.request_id)
+    ours = request_of(request.scope)
+    ours.code = refusal.code
+    media_type, body = ours.write_refusal(refusal, ours.request_id)
     return Response(body, refusal.status, refusal.headers, media_type)
 
 

@@ -1,6 +1,6 @@
 """Plans: what the head of a message means, decided once for all messages that mean the same.
 
-`read_call` checks the options of a message in any format. `Plans.of` checks names, dtypes and shapes, chooses the
+`Message.check` checks the options of a message in any format. `Plans.of` checks names, dtypes and shapes, chooses the
 backend, predicts the cost and lays out the memory. A plan has nothing that varies from call to call (the values of
 tensors, the dropout seed, ids, positions, the deadline) and nothing that belongs to a caller.
 """
@@ -24,9 +24,9 @@ from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.validation import OF_ATTENTION, field_problems
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo, refusals
+from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_kernels.problems.workspace import workspace_of
-from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.bodies import PlannedCall, encode, read_planned
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -37,58 +37,66 @@ from flashpoint_server.refusal import Refusal, invalid, of_problem
 # A plain call needs nothing but its tensors. The other kinds read KV caches, save the forward, or use a saved forward.
 Kind = Literal["plain", "caches", "save", "saved"]
 Named = tuple[tuple[str, TensorInfo], ...]  # tensors by name
+Beside = LayerShape | Named | None  # the shape of the caches' layer, or the tensors of the saved forward
 
 KEPT = 1024  # maximum number of plans, of a few KiB each
 _NEVER_PLAIN = frozenset((*CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls with caches or saved forwards
 
 
-class CheckedCall(NamedTuple):
-    """The checked options of a call.
-
-    `options` has the dropout seed 0 in the place of any other, so that calls that differ in `seed` alone share a plan.
-    """
-
-    kind: Kind
-    direction: Direction
-    options: Options
-    seed: int | None = None
-    caches: CacheOptions | None = None
-
-    def seeded(self, seed: int) -> CheckedCall:
-        """Return the call with this dropout seed."""
-        return self._replace(options=replace(self.options, dropout_seed=0), seed=seed)
-
-    @classmethod
-    def of(
-        cls, kind: Kind, direction: Direction, options: Options, of_caches: CacheOptions | None = None
-    ) -> CheckedCall:
-        """Return the call with these options, which may have a seed."""
-        call = cls(kind, direction, options, None, of_caches)
-        return call if options.dropout_seed is None else call.seeded(options.dropout_seed)
-
-
 class Plan(NamedTuple):
     """The meaning of a head on one device: a checked problem, its backend, its cost, and the memory of its tensors.
 
-    `answers` are the outputs that the caller gets. A call over caches has `rates`, which give its cost for the caches'
-    lengths; `price` is then that of empty caches. `left` is as in `CacheRef`. `heads` are those of its answers in
-    safetensors, by the kernel in C that computed them ("" for none), once they have been written.
+    `answers` are the outputs that the caller gets. `beside` is as in `Plans.of`. A call over caches has `rates`, which
+    give its cost for the caches' lengths; `price` is then that of empty caches. `left` is as in `CacheRef`. `heads` are
+    those of its answers in safetensors, by the kernel in C that computed them ("" for none), once they have been
+    written.
     """
 
     spec: Spec
     backend: str
+    device: DeviceInfo
     packed: bytes  # a `PlannedCall`, encoded for the engine
     layout: Layout
     price: Price
     answers: Mapping[str, TensorInfo]
     heads: dict[str, bytes]
-    rates: CachedRates | None = None
-    left: int = -1
+    beside: Beside
+    rates: CachedRates | None
+    left: int
 
     def placed(self, layout: Layout) -> Plan:
         """Return the plan with its tensors at the places of another layout."""
         call = structs.replace(read_planned(self.packed), inputs=layout.inputs, outputs=layout.outputs)
         return self._replace(layout=layout, packed=encode(call))
+
+
+class Message:
+    """What the head of a request with tensors says. Its tensors may not have arrived yet.
+
+    Requests with equal heads may share a message, so nothing in it may vary from call to call, or belong to a caller.
+    """
+
+    surface = "safetensors"  # the format's name in the contract's `Tensor.refused`, which says why a tensor is refused
+    inputs: Named  # the tensors by name, in the order of their bytes
+    options: Mapping[str, Any]  # not checked
+    # A call of attention or its gradients has a direction, and once it is checked, what follows.
+    direction: Direction = "forward"
+    kind: Kind = "plain"
+    checked: Options  # unless its kind is "saved"; with the dropout seed 0 in the place of any other
+    seed: int | None = None  # the dropout seed
+    caches: CacheOptions | None = None
+    plan: Plan | None = None  # the last one that `Plans.of` has returned for it
+
+    def check(self, direction: Direction) -> None:
+        """Check the options of a call of attention or its gradients. Raises Refusal 422.
+
+        A call of the kind "saved" takes its options from the saved forward: saved_forward.py checks it.
+        """
+        self.direction, self.kind = direction, kind_of(self.options, direction)
+        if self.kind != "saved":
+            names = [name for name, _ in self.inputs]
+            options, self.caches = checked_options(names, self.options, direction, self.kind, self.surface)
+            self.checked, self.seed = apart(options)
 
 
 class Plans:
@@ -99,36 +107,38 @@ class Plans:
         self._device: DeviceInfo | None = None
         self._made: OrderedDict[Hashable, Plan] = OrderedDict()
 
-    def of(
-        self, tensors: Named, call: CheckedCall, device: DeviceInfo, beside: LayerShape | Named | None = None
-    ) -> Plan:
-        """Return the plan of a call. Raises Refusal 413 and 422.
+    def of(self, message: Message, device: DeviceInfo, beside: Beside = None, options: Options | None = None) -> Plan:
+        """Return the plan of a checked message. Raises Refusal 413 and 422.
 
-        `beside` is the shape of the caches' layer, or has the tensors of the saved forward.
+        `options`, without a seed, replace those of the message.
         """
+        known = message.plan
+        if options is None and known is not None and known.device is device and known.beside == beside:
+            return known
         if device is not self._device:  # an engine has started, perhaps with other backends
             self._made.clear()
             self._device = device
-        count = 0 if call.caches is None else len(call.caches.caches)
-        key = frozenset(tensors), call.kind, call.direction, call.options, beside, count
-        if (made := self._made.get(key)) is not None:
+        chosen = message.checked if options is None else options
+        count = 0 if message.caches is None else len(message.caches.caches)
+        key = frozenset(message.inputs), message.kind, message.direction, chosen, beside, count
+        if (made := self._made.get(key)) is None:
+            with refuse_invalid():
+                made = self._made[key] = _planned(message, chosen, device, beside, count, self._settings)
+            if len(self._made) > KEPT:
+                self._made.popitem(last=False)
+        else:
             self._made.move_to_end(key)
-            return made
-        with refuse_invalid():
-            made = self._made[key] = _planned(dict(tensors), call, device, beside, count, self._settings)
-        if len(self._made) > KEPT:
-            self._made.popitem(last=False)
+        if options is None:
+            message.plan = made
         return made
 
 
 def _planned(
-    infos: dict[str, TensorInfo], call: CheckedCall, device: DeviceInfo, beside: Any, count: int, settings: Settings
+    message: Message, chosen: Options, device: DeviceInfo, beside: Any, count: int, settings: Settings
 ) -> Plan:
-    """Return the plan of a call. `count` is its number of caches. Raises ProblemError, and Refusal 413."""
-    options, left = call.options, -1
-    match call.kind:
-        case "plain":
-            spec = plan(infos, options, call.direction)
+    """Return the plan of a message with the options `chosen`, over `count` caches. Raises ProblemError, Refusal 413."""
+    infos, options, left = dict(message.inputs), chosen, -1
+    match message.kind:
         case "save":
             spec = saved.plan_saved(infos, options)
         case "saved":
@@ -139,22 +149,37 @@ def _planned(
             if options.return_key_weights:  # the engine computes them from lse
                 options = replace(options, return_lse=True)
             spec = plan_cached(infos, options, beside, count)
+        case _:
+            spec = plan(infos, options, message.direction)
     backend = choose_backend(spec, device.choices)
     stores_ds = settings.store_ds and backend == "triton"
     workspace = workspace_of(spec, settings.workspace_bytes) if stores_ds else 0
     check_size(spec, device.memory, settings.sequence_limit, workspace)
-    rates = CachedRates.of(spec, backend, device, beside) if call.kind == "caches" else None
+    rates = CachedRates.of(spec, backend, device, beside) if message.kind == "caches" else None
     price = rates.price((), 0) if rates is not None else price_of(spec, backend, device)
-    answers = {name: info for name, info in spec.outputs.items() if name != "lse" or call.options.return_lse}
+    answers = {name: info for name, info in spec.outputs.items() if name != "lse" or chosen.return_lse}
     layout = Layout.of(infos.items(), spec.outputs)
     packed = encode(
         PlannedCall(
             spec.direction, spec.options, backend, layout.inputs, layout.outputs,
-            layer=beside if call.kind == "caches" else None, caches=count,
-            recalled=beside if call.kind == "saved" else (),
+            layer=beside if message.kind == "caches" else None, caches=count,
+            recalled=beside if message.kind == "saved" else (),
         )
     )  # fmt: skip
-    return Plan(spec, backend, packed, layout, price, answers, {}, rates, left)
+    return Plan(spec, backend, device, packed, layout, price, answers, {}, beside, rates, left)
+
+
+def check_size(spec: Spec, memory: int, sequence_limit: int, workspace: int = 0) -> None:
+    """Raise Refusal 413 if a request could never run on a device with `memory` bytes, as far as its head shows.
+
+    `workspace` is the memory that its backend needs beside the tensors.
+    """
+    if spec.batch > sequence_limit:
+        raise Refusal("work_too_large", f"{spec.batch} sequences exceed the limit of {sequence_limit}")
+    if (needed := spec.footprint + workspace) > memory:
+        raise Refusal(
+            "work_too_large", f"the request needs at least {in_bytes(needed)}, and the device has {in_bytes(memory)}"
+        )
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
@@ -177,13 +202,19 @@ def kind_of(options: Mapping[str, Any], direction: Direction) -> Kind:
     return "plain" if options.get("saved") is None else "saved"
 
 
-def read_call(
-    tensors: Iterable[str], options: Mapping[str, Any], direction: Direction, kind: Kind, surface: str
-) -> CheckedCall:
-    """Return the checked call of a message with these tensors in the format `surface`. Raises Refusal 422.
+def apart(options: Options) -> tuple[Options, int | None]:
+    """Return options without their dropout seed, and the seed. Calls that differ in the seed alone share a plan.
 
-    A call of the kind "saved" takes its options from the saved forward: saved_forward.py reads it.
+    The seed 0 is in the place of any other.
     """
+    seed = options.dropout_seed
+    return (options if seed is None else replace(options, dropout_seed=0)), seed
+
+
+def checked_options(
+    tensors: Iterable[str], options: Mapping[str, Any], direction: Direction, kind: Kind, surface: str
+) -> tuple[Options, CacheOptions | None]:
+    """Return the checked options of a call with these tensors in the format `surface`. Raises Refusal 422."""
     with refuse_invalid():
         match kind:
             case "caches":
@@ -191,13 +222,13 @@ def read_call(
                 if refused := saved.refused(options):
                     raise invalid(refused)
                 plain = {name: value for name, value in options.items() if name not in CACHE_OPTIONS}
-                return CheckedCall.of(kind, direction, _options(saved.plain(plain)), of_caches)
+                return _options(saved.plain(plain)), of_caches
             case "save":
                 if options.get("caches") is not None:
                     raise invalid([("save", "cannot be combined with caches, which have no gradients")])
                 if options.get("saved") is not None:
                     raise invalid([("saved", "is only for POST /attention/grad")])
-                return CheckedCall.of(kind, direction, _options(saved.plain(options)))
+                return _options(saved.plain(options)), None
         if not _NEVER_PLAIN.isdisjoint(options):
             if refused := [*caches.refused(options), *saved.refused(options)]:
                 raise invalid(refused)
@@ -205,7 +236,7 @@ def read_call(
         read = _options(options)
         if refused := refusals(surface, [*tensors, *read.given]):
             raise invalid(refused)
-        return CheckedCall.of("plain", direction, read)
+        return read, None
 
 
 def _options(options: Mapping[str, Any]) -> Options:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ from flashpoint_server.access.saved_ids import SavedIds
 from flashpoint_server.config.files import Files
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.origin_policy import OriginPolicy
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.client import Engines, Listener
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.messages import DeviceInfo, SavedOwners
@@ -49,12 +50,14 @@ class Service(Listener):
         self.metrics = Metrics(shared)
         self.engine = engines = Engines([self.metrics, self])
         self.traces: Traces | None = None
+        self.ended: list[Callable[[Request, str, float], None]] = [self.metrics.ended]  # told of each request that ends
         if settings.otlp_endpoint:
             from flashpoint_server.observability.traces import Traces  # needs the packages of the extra `otel`
 
             try:
                 self.traces = Traces(settings.otlp_endpoint)
                 engines.listeners.append(self.traces)
+                self.ended.append(self.traces.request)
             except ValueError as error:
                 log.error("no traces", error=str(error), advice="correct OpenTelemetry's variables (OTEL_…)")
         self.counts = Counts(shared)
@@ -77,10 +80,10 @@ class Service(Listener):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def admit(self, exchange: Exchange, right: Permission) -> Caller:
+    def admit(self, request: Request, right: Permission) -> Caller:
         """Return the caller, whose key must have `right`. Raises Refusal 401, 403, and 429 at the key's limits."""
-        caller = self.keys.find(exchange.headers)
-        exchange.key = caller.name
+        caller = self.keys.find(request.headers)
+        request.key = caller.name
         caller.use(right)
         return caller
 

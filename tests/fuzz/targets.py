@@ -33,19 +33,21 @@ from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_kernels.problems.cost import NOMINAL
 from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import combined
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
-from flashpoint_server.formats.safetensors import SafetensorsMessage
+from flashpoint_server.formats.safetensors import SAFETENSORS
 from flashpoint_server.http.body import RequestBody
+from flashpoint_server.http.request import Request, combined
 from flashpoint_server.ipc.bodies import read_planned
 from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip import head as oip_head
 from flashpoint_server.oip.datatypes import DATATYPE_OF
+from flashpoint_server.oip.infer import HttpMessage
 from flashpoint_server.oip.inflated import InflatedBody
 from flashpoint_server.oip.memory_routes import Registration
-from flashpoint_server.plan import Plan, Plans, read_call
+from flashpoint_server.plan import Message, Plan, Plans, apart, checked_options
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import deadline_of, priority_of
 
@@ -155,8 +157,11 @@ def _raise(error: Exception) -> None:
 
 def planned(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Plan:
     """Return the plan of a plain call in the format `surface`. Raises Refusal."""
-    named = tuple(tensors.items())
-    return PLANS.of(named, read_call(tensors, options, direction, "plain", surface), DEVICE)
+    message = Message()
+    message.inputs, message.options, message.surface = tuple(tensors.items()), options, surface
+    message.checked, _ = apart(checked_options(tensors, options, direction, "plain", surface)[0])
+    message.direction = direction
+    return PLANS.of(message, DEVICE)
 
 
 def use(plan: Plan, index: Mapping[str, list[int]]) -> None:
@@ -201,8 +206,9 @@ def _message(data: bytes) -> None:
 
 
 async def _received(data: bytes, direction: Direction) -> None:
-    body = body_of(data)
-    message = await SafetensorsMessage.begin(body, SETTINGS.head_limit, CODECS)
+    request = Request("POST", "/attention", {}, "id")
+    request.body = body_of(data)
+    message = await SAFETENSORS.read(request, SETTINGS, CODECS, None)
     given = message.inputs
     plan = planned(dict(given), message.options, direction, message.surface)
     memory = bytearray(sum(info.nbytes for _, info in given))
@@ -210,7 +216,7 @@ async def _received(data: bytes, direction: Direction) -> None:
     for name, info in given:
         places[name] = memoryview(memory)[end : end + info.nbytes]
         end += info.nbytes
-    await message.receive(body, places)
+    await message.receive(request, places)
     assert memory == data[len(data) - len(memory) :]
     index = {name: np.frombuffer(places[name], info.dtype).tolist() for name, info in given if name in INDEX_TENSORS}
     use(plan, index)
@@ -260,7 +266,7 @@ def inference(data: bytes) -> None:
 
 
 def _plan_of(head: oip_head.InferHead, direction: Direction) -> Plan:
-    return PLANS.of(tuple((i.name, i.info) for i in head.inputs), head.call(direction), DEVICE)
+    return PLANS.of(HttpMessage(head, Regions(0, None), "", direction), DEVICE)
 
 
 def _is_number(value: Any) -> bool:

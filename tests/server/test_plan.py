@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import cache
 
 import pytest
 
@@ -15,10 +16,13 @@ from flashpoint_kernels.problems.cost import NOMINAL
 from flashpoint_server import plan as plans
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JsonMessage
-from flashpoint_server.formats.safetensors import SafetensorsMessage
+from flashpoint_server.formats.safetensors import SAFETENSORS
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip import head as oip_head
-from flashpoint_server.plan import Plans, read_call
+from flashpoint_server.oip.infer import HttpMessage
+from flashpoint_server.plan import Message, Plans
 from flashpoint_server.refusal import Refusal
 from tests.fuzz.targets import CODECS, SETTINGS, body_of
 from tests.support.messages import message, normal, post
@@ -36,26 +40,43 @@ def device(*backends):
 DEVICE = device()
 
 
-def planned(made, options, direction="forward", kind="plain", tensors=QKV, beside=None):
-    return made.of(tensors, read_call(dict(tensors), options, direction, kind, "json"), DEVICE, beside)
+def checked(options, direction="forward", tensors=QKV, surface="json"):
+    one = Message()
+    one.inputs, one.options, one.surface = tensors, options, surface
+    one.check(direction)
+    return one
+
+
+def planned(made, options, direction="forward", tensors=QKV, beside=None, surface="json"):
+    return made.of(checked(options, direction, tensors, surface), DEVICE, beside)
+
+
+@cache  # the safetensors library writes the options in any order
+def written(names):
+    return message({name: torch.zeros(SHAPE, dtype=torch.float32) for name in names}, causal=True, scale=1)
+
+
+def read_safetensors(names, direction="forward"):
+    request = Request("POST", "/attention", {}, "id")
+    request.body = body_of(written(names))
+    return asyncio.run(SAFETENSORS.read(request, SETTINGS, CODECS, direction))
 
 
 def of_safetensors(made, names):
-    body = body_of(message({name: torch.zeros(SHAPE, dtype=torch.float32) for name in names}, causal=True, scale=1))
-    read = asyncio.run(SafetensorsMessage.begin(body, SETTINGS.head_limit, CODECS))
-    return made.of(read.inputs, read.call("forward"), DEVICE)
+    return made.of(read_safetensors(names), DEVICE)
 
 
 def of_json(made):
     arrays = {name: torch.zeros(SHAPE, dtype=torch.float32).numpy() for name in "vqk"}
     read = JsonMessage(arrays, {"scale": 1.0, "causal": True, "window": [-1, -1]})
-    return made.of(read.inputs, read.call("forward"), DEVICE)
+    read.check("forward")
+    return made.of(read, DEVICE)
 
 
 def of_inference(made):
     inputs = [{"name": n, "shape": SHAPE, "datatype": "FP32", "parameters": {"binary_data_size": 96}} for n in "qkv"]
     head = oip_head.parse(json.dumps({"inputs": inputs, "parameters": {"causal": True, "scale": 1}}).encode())
-    return made.of(tuple((i.name, i.info) for i in head.inputs), head.call("forward"), DEVICE)
+    return made.of(HttpMessage(head, Regions(0, None), "", "forward"), DEVICE)
 
 
 def test_the_same_call_in_each_format_has_one_plan():
@@ -72,7 +93,7 @@ def test_parts_that_vary_from_call_to_call_make_no_new_plan():
     drops = {"dropout_p": 0.5, "dropout_seed": 1}
     assert planned(made, drops) is planned(made, drops | {"dropout_seed": (1 << 64) - 1})
     calls = [{"caches": ["a"]}, {"caches": ["b"], "layer": 3}, {"caches": ["a"], "at": [7]}]
-    one, *others = (planned(made, call, kind="caches", beside=LAYER) for call in calls)
+    one, *others = (planned(made, call, beside=LAYER) for call in calls)
     assert all(other is one for other in others)
 
 
@@ -81,9 +102,9 @@ def test_what_changes_a_call_makes_another_plan():
     calls = [
         planned(made, {}), planned(made, {"causal": True}), planned(made, {"dropout_p": 0.5}),
         planned(made, {"dropout_p": 0.5, "dropout_seed": 0}), planned(made, {"backend": "reference"}),
-        planned(made, {}, kind="save"), planned(made, {}, tensors=(*QKV[:2], WIDE_V)),
-        planned(made, {"caches": ["a"]}, kind="caches", beside=LAYER),
-        planned(made, {"caches": ["a"]}, kind="caches", beside=LAYER._replace(dtype="int8")),
+        planned(made, {"save": True}), planned(made, {}, tensors=(*QKV[:2], WIDE_V)),
+        planned(made, {"caches": ["a"]}, beside=LAYER),
+        planned(made, {"caches": ["a"]}, beside=LAYER._replace(dtype="int8")),
         planned(made, {}, "backward", tensors=(*QKV, ("do", QKV[0][1]))),
     ]  # fmt: skip
     assert len({id(one) for one in calls}) == len(calls)
@@ -91,18 +112,31 @@ def test_what_changes_a_call_makes_another_plan():
 
 def test_the_outputs_of_a_saved_forward_are_those_that_the_caller_wants():
     made = Plans(Settings())
-    assert list(planned(made, {}, kind="save").answers) == ["o"]
-    assert list(planned(made, {"return_lse": True}, kind="save").answers) == ["o", "lse"]
-    assert [t.name for t in planned(made, {}, kind="save").layout.outputs] == ["o", "lse"]
+    assert list(planned(made, {"save": True}).answers) == ["o"]
+    assert list(planned(made, {"save": True, "return_lse": True}).answers) == ["o", "lse"]
+    assert [t.name for t in planned(made, {"save": True}).layout.outputs] == ["o", "lse"]
 
 
 def test_an_engine_that_starts_again_has_new_plans():
     made = Plans(Settings())
-    call = read_call(dict(QKV), {}, "forward", "plain", "json")
-    assert made.of(QKV, call, DEVICE).backend == "cpu"
-    assert made.of(QKV, call, device("tiled")).backend == "tiled"
+    call = checked({})
+    assert made.of(call, DEVICE).backend == "cpu"
+    assert made.of(call, device("tiled")).backend == "tiled"
     with pytest.raises(Refusal, match="cpu"):
-        made.of(QKV, read_call(dict(QKV), {"backend": "cpu"}, "forward", "plain", "json"), device("tiled"))
+        made.of(checked({"backend": "cpu"}), device("tiled"))
+
+
+def test_messages_with_the_same_head_are_one_and_know_their_plan():
+    made = Plans(Settings())
+    one, other = read_safetensors("qkv"), read_safetensors("qkv")
+    assert one is other
+    first = made.of(one, DEVICE)
+    assert first is one.plan is made.of(other, DEVICE)
+    again = device("tiled")
+    assert made.of(one, again) is one.plan is not first
+    with pytest.raises(Refusal, match="do: missing"):
+        made.of(read_safetensors("qkv", "backward"), DEVICE)
+    assert read_safetensors("qkv").direction == "forward"
 
 
 def test_the_plans_used_last_are_kept(monkeypatch):
@@ -119,7 +153,7 @@ def test_a_surface_refuses_by_name_what_another_has_planned():
     made = Plans(Settings())
     tensors = (*QKV[:1], *((n, TensorInfo("int8", SHAPE)) for n in "kv"), ("k_scale", TensorInfo("float32", ())),
                ("v_scale", TensorInfo("float32", ())))  # fmt: skip
-    made.of(tensors, read_call(dict(tensors), {}, "forward", "plain", "safetensors"), DEVICE)
+    planned(made, {}, tensors=tensors, surface="safetensors")
     with pytest.raises(Refusal) as refused:
         planned(made, {}, tensors=tensors)
     assert [field for field, _ in refused.value.errors] == ["k_scale", "v_scale"]

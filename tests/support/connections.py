@@ -7,6 +7,7 @@ back. All code between the route and the socket is the server's.
 import asyncio
 import json
 import socket
+from functools import partial
 from types import SimpleNamespace
 
 import uvloop
@@ -15,9 +16,9 @@ from uvicorn.server import ServerState
 from flashpoint_contract import wire
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codecs
-from flashpoint_server.formats.safetensors import SafetensorsMessage
+from flashpoint_server.formats.safetensors import SAFETENSORS
 from flashpoint_server.http.ending import Config
-from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.http.envelope import Envelope, refuse_outside
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.protocol import HttpProtocol
 from flashpoint_server.observability.metrics import Metrics
@@ -89,9 +90,9 @@ class Bench:
         metrics = Metrics()
         route = Route(SimpleNamespace(settings=settings, engine=engine), self._handle)
         self.loop = uvloop.new_event_loop()
-        config = Config(Envelope(route, ["/attention"], metrics, None), lifespan="off", ws="none", log_config=None)
+        config = Config(Envelope(route, ["/attention"], [metrics.ended]), lifespan="off", ws="none", log_config=None)
         config.header_timeout = config.answer_timeout = config.timeout_keep_alive = HOUR
-        config.metrics, config.half_closed = metrics, HalfClosed()
+        config.refuse, config.half_closed = partial(refuse_outside, metrics.ended), HalfClosed()
         config.load()
         state = ServerState()
         self.tasks = state.tasks
@@ -139,11 +140,11 @@ class Bench:
             self.waiting[0].set_result(None)
         return bool(self.waiting)
 
-    async def _handle(self, request):
+    async def _handle(self, service, request):
         plan = request.headers["x-plan"]
         self._refuse(plan, "early")
-        request.body.deadline = deadline_of(request.headers, request.service.settings)
-        message = await SafetensorsMessage.begin(request.body, wire.HEAD_LIMIT, Codecs())
+        request.body.deadline = deadline_of(request.headers, service.settings)
+        message = await SAFETENSORS.read(request, service.settings, Codecs(), None)
         self._refuse(plan, "staging")
         if plan == "memory":
             raise MemoryError
@@ -151,11 +152,11 @@ class Bench:
             raise RuntimeError("a bug")
         memory = {name: bytearray(info.nbytes) for name, info in message.inputs}
         try:
-            await message.receive(request.body, {name: memoryview(place) for name, place in memory.items()})
+            await message.receive(request, {name: memoryview(place) for name, place in memory.items()})
             self._refuse(plan, "late")
-            await submit(request, SimpleNamespace(ask=lambda *_: None, remaining=lambda: None), None, None)
+            await submit(service, request, SimpleNamespace(ask=lambda *_: None, remaining=lambda: None), None, None)
             parts = [memoryview(place) for place in memory.values() if place]
-            await reply(request, parts, {"content-type": wire.MEDIA_TYPE})
+            await reply(service, request, parts, {"content-type": wire.MEDIA_TYPE})
         finally:
             for place in memory.values():
                 place[:] = bytes([RELEASED]) * len(place)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from flashpoint_contract.spec import Spec
 from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_server.access.limits import Quota
 from flashpoint_server.config.settings import Settings
@@ -17,78 +15,26 @@ from flashpoint_server.refusal import Refusal
 # request's own work also takes time.
 PATIENCE = 0.5
 FREE = Price(0, 0.0)
-WaitingSince = Callable[[], float | None]
 FEW = 4  # with at most this many requests, waits are not predicted: the engine's speed is measured only under load
 
 
-def _never() -> None:
-    return None
+class Admitted:
+    """What admission counts of a request, from `Admission.enter` until `leave`: its bytes of tensors, and its price.
 
-
-class Permit:
-    """One admitted request: the bytes of its tensors, and its price. `leave`, or the end of the context, ends it.
-
-    `quota` has the limits of the request's key, if there are any. `waiting_since` returns the end of the request's
-    body, in `time.monotonic` seconds: from then on, the client waits only for the service. It returns None before that,
-    and once the answer has begun.
+    `quota` has the limits of the request's key, if there are any.
     """
 
-    def __init__(self, admission: Admission, nbytes: int, quota: Quota | None, waiting_since: WaitingSince) -> None:
-        self._admission = admission
-        self.nbytes = nbytes
-        self.quota = quota
-        self.price = FREE
-        self.waiting_since = waiting_since
+    inside = False  # whether the request has been admitted
+    nbytes = 0
+    quota: Quota | None = None
+    price = FREE
 
-    def __enter__(self) -> Permit:
-        return self
+    def waiting_since(self) -> float | None:
+        """Return the end of the request's body, in `time.monotonic` seconds: from then on, only the service delays it.
 
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """Uncount the request and its price."""
-        self._admission.leave(self)
-        self.waiting_since = _never  # drop the function: it may form a reference cycle
-
-    def charge(self, price: Price, deadline: float | None = None, pace: float = 0.0) -> None:
-        """Count the request's price. Raises Refusal 429.
-
-        `pace` is how many predicted seconds of work the engine finishes in one second; 0 means unknown.
+        None before that, and once the answer has begun.
         """
-        if deadline is not None and pace:
-            self._admission.check_wait(price.seconds, deadline - time.monotonic(), pace)
-        self._admission.add(price, self.quota)
-        self.price = price
-
-    def grow(self, nbytes: int) -> None:
-        """Count `nbytes` more. Raises Refusal 429."""
-        self._admission.grow(self, nbytes)
-
-    def hold(self, nbytes: int) -> None:
-        """Count `nbytes` more, and charge them to the API key. Raises Refusal 429."""
-        self.grow(nbytes)
-        if self.quota is not None:
-            self.quota.take("bytes", nbytes)
-
-    def settle(self, price: Price) -> None:
-        """Replace the predicted price by the true price after the launch.
-
-        Charge the key for the difference even if this exceeds its limits.
-        """
-        before, self.price = self.price, price
-        self._admission.correct(before, price)
-        if self.quota is not None:
-            self.quota.owe("flops", price.flops - before.flops)
-            self.quota.owe("seconds", price.seconds - before.seconds)
-
-    def correct(self, price: Price) -> None:
-        """Replace the charged price by a lower one, when the lengths of the sequences are known."""
-        before, self.price = self.price, price
-        self._admission.correct(before, price)
-        if self.quota is not None:
-            self.quota.give_back("flops", before.flops - price.flops)
-            self.quota.give_back("seconds", before.seconds - price.seconds)
+        return None
 
 
 class Admission:
@@ -109,7 +55,7 @@ class Admission:
         self._column = counts.column
         self._requests, self._bytes = counts.requests, counts.bytes
         self._flops, self._seconds = counts.flops, counts.seconds
-        self._inside: dict[Permit, None] = {}  # the requests of this process, in the order of arrival
+        self._inside: dict[Admitted, None] = {}  # the requests of this process, in the order of arrival
 
     @property
     def requests(self) -> int:
@@ -132,58 +78,107 @@ class Admission:
     @property
     def oldest_seconds(self) -> float:
         """The longest time in seconds since the end of a request's body, for requests without an answer; 0 if none."""
-        since = (permit.waiting_since() for permit in self._inside)
+        since = (request.waiting_since() for request in self._inside)
         oldest = min((began for began in since if began is not None), default=None)
         return 0.0 if oldest is None else time.monotonic() - oldest
 
-    def permit(self, nbytes: int, quota: Quota | None = None, waiting_since: WaitingSince = _never) -> Permit:
+    def enter(self, request: Admitted, nbytes: int, quota: Quota | None = None) -> None:
         """Admit a request with `nbytes` of tensors. Raises Refusal 429."""
-        permit = Permit(self, nbytes, quota, waiting_since)
-        self._inside[permit] = None
+        self._inside[request] = None
+        request.nbytes = nbytes
         self._requests[self._column] += 1
         self._bytes[self._column] += nbytes
         try:
             if (others := int(sum(self._requests)) - 1) >= self._requests_limit:
                 raise Refusal("queue_full", f"the queue is full: it has {others} requests, its limit")
-            self._check_bytes(others, nbytes)
+            if others:
+                self._check_bytes(nbytes)
             if quota is not None:  # last, so that a request refused for another reason costs the key nothing
                 quota.enter(nbytes)
         except Refusal:
-            self._exit(permit)
+            self._exit(request)
             raise
-        return permit
+        request.inside, request.quota = True, quota
 
-    def _check_bytes(self, others: int, nbytes: int) -> None:
-        """Raise Refusal 429 if the queue has too many bytes with the `nbytes` of a request that is already counted."""
-        # Admit a request of any size if there is no other: its body is within the body limits.
-        if others and (inside_bytes := int(sum(self._bytes))) > self._bytes_limit:
+    def _check_bytes(self, nbytes: int) -> None:
+        """Raise Refusal 429 if the queue has too many bytes with the `nbytes` of a request that is already counted.
+
+        Do not call this for a request that is alone, which may have any size: its body is within the body limits.
+        """
+        if (inside_bytes := int(sum(self._bytes))) > self._bytes_limit:
             inside_bytes -= nbytes
             raise Refusal(
                 "queue_full",
                 f"the queue is full: its requests hold {in_bytes(inside_bytes)}, and this one needs {in_bytes(nbytes)}",
             )
 
-    def _exit(self, permit: Permit) -> None:
-        del self._inside[permit]
+    def _exit(self, request: Admitted) -> None:
+        del self._inside[request]
         self._requests[self._column] -= 1
-        self._bytes[self._column] -= permit.nbytes
+        self._bytes[self._column] -= request.nbytes
 
-    def grow(self, permit: Permit, nbytes: int) -> None:
-        """Count `nbytes` more for an admitted request. Raises Refusal 429."""
-        permit.nbytes += nbytes
+    def leave(self, request: Admitted) -> None:
+        """Uncount a request and its price."""
+        self._exit(request)
+        if self._inside:
+            self._replace(request.price, FREE)
+        else:  # remove rounding errors of the sums
+            self._flops[self._column] = self._seconds[self._column] = 0.0
+        if request.quota is not None:
+            request.quota.leave()
+
+    def grow(self, request: Admitted, nbytes: int) -> None:
+        """Count `nbytes` more. Raises Refusal 429."""
+        request.nbytes += nbytes
         self._bytes[self._column] += nbytes
-        self._check_bytes(int(sum(self._requests)) - 1, nbytes)
+        if int(sum(self._requests)) > 1:
+            self._check_bytes(nbytes)
 
-    def leave(self, permit: Permit) -> None:
-        self._exit(permit)
-        self.correct(permit.price, FREE)
-        if not self._inside:
-            self._flops[self._column] = 0.0  # remove rounding errors of the sums
-            self._seconds[self._column] = 0.0
-        if permit.quota is not None:
-            permit.quota.leave()
+    def hold(self, request: Admitted, nbytes: int) -> None:
+        """Count `nbytes` more, and charge them to the API key. Raises Refusal 429."""
+        self.grow(request, nbytes)
+        if request.quota is not None:
+            request.quota.take("bytes", nbytes)
 
-    def check_wait(self, predicted: float, seconds: float, pace: float) -> None:
+    def charge(self, request: Admitted, price: Price, deadline: float | None = None, pace: float = 0.0) -> None:
+        """Count a request's price. Raises Refusal 429 if it exceeds a limit of the queue or of the API key.
+
+        `pace` is how many predicted seconds of work the engine finishes in one second; 0 means unknown.
+        """
+        if deadline is not None and pace:
+            self._check_wait(price.seconds, deadline - time.monotonic(), pace)
+        before = self._flops[self._column], self._seconds[self._column]
+        self._replace(FREE, price)
+        try:
+            if sum(self._requests) > 1:
+                self._check_price(price)
+            if request.quota is not None:
+                self._take(price, request.quota)
+        except Refusal:
+            self._flops[self._column], self._seconds[self._column] = before
+            raise
+        request.price = price
+
+    def settle(self, request: Admitted, price: Price) -> None:
+        """Replace the predicted price by the true price after the launch.
+
+        Charge the key for the difference even if this exceeds its limits.
+        """
+        before, request.price = request.price, price
+        self._replace(before, price)
+        if request.quota is not None:
+            request.quota.owe("flops", price.flops - before.flops)
+            request.quota.owe("seconds", price.seconds - before.seconds)
+
+    def correct(self, request: Admitted, price: Price) -> None:
+        """Replace the charged price by a lower one, when the lengths of the sequences are known."""
+        before, request.price = request.price, price
+        self._replace(before, price)
+        if request.quota is not None:
+            request.quota.give_back("flops", before.flops - price.flops)
+            request.quota.give_back("seconds", before.seconds - price.seconds)
+
+    def _check_wait(self, predicted: float, seconds: float, pace: float) -> None:
         """Raise Refusal 429 if a request of `predicted` seconds cannot reach its deadline, which is `seconds` away.
 
         Without this check, under overload each request would start just before its deadline, and all answers would be
@@ -193,24 +188,11 @@ class Admission:
         """
         if self.seconds <= (patience := seconds * PATIENCE) * pace or patience <= 0 or self.requests <= FEW:
             return
-        if (wait := sum(min(permit.price.seconds, predicted) for permit in self._inside) / pace) > patience:
+        if (wait := sum(min(request.price.seconds, predicted) for request in self._inside) / pace) > patience:
             raise Refusal(
                 "queue_full",
                 f"the requests ahead take {wait:.2g} s, and the deadline of this one is in {seconds:.2g} s",
             )
-
-    def add(self, price: Price, quota: Quota | None) -> None:
-        """Count a request's price. Raises Refusal 429 if it exceeds a limit of the queue or of the API key."""
-        before = self._flops[self._column], self._seconds[self._column]
-        self.correct(FREE, price)
-        try:
-            self._check_price(price)
-            if quota is not None:
-                self._take(price, quota)
-        except Refusal:
-            self._flops[self._column] = before[0]
-            self._seconds[self._column] = before[1]
-            raise
 
     @staticmethod
     def _take(price: Price, quota: Quota) -> None:
@@ -223,9 +205,7 @@ class Admission:
             raise
 
     def _check_price(self, price: Price) -> None:
-        """Raise Refusal 429 if a price that is already counted exceeds a limit."""
-        if sum(self._requests) <= 1:
-            return
+        """Raise Refusal 429 if a price that is already counted, of a request that is not alone, exceeds a limit."""
         if (flops := sum(self._flops)) > self._flops_limit:
             flops -= price.flops
             raise Refusal(
@@ -238,20 +218,7 @@ class Admission:
                 f"the queue is full: its requests take {seconds:.3g} compute seconds, and this one {price.seconds:.3g}",
             )
 
-    def correct(self, before: Price, after: Price) -> None:
+    def _replace(self, before: Price, after: Price) -> None:
         """Count the price `after` instead of `before`."""
         self._flops[self._column] += after.flops - before.flops
         self._seconds[self._column] += after.seconds - before.seconds
-
-
-def check_size(spec: Spec, memory: int, sequence_limit: int, workspace: int = 0) -> None:
-    """Raise Refusal 413 if a request could never run on a device with `memory` bytes, as far as its head shows.
-
-    `workspace` is the memory that its backend needs beside the tensors.
-    """
-    if spec.batch > sequence_limit:
-        raise Refusal("work_too_large", f"{spec.batch} sequences exceed the limit of {sequence_limit}")
-    if (needed := spec.footprint + workspace) > memory:
-        raise Refusal(
-            "work_too_large", f"the request needs at least {in_bytes(needed)}, and the device has {in_bytes(memory)}"
-        )

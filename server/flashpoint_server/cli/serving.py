@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.http import closing, steps
 from flashpoint_server.http.ending import Config
+from flashpoint_server.http.envelope import refuse_outside
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.protocol import PROTOCOLS, HttpProtocol
 from flashpoint_server.ipc.client import State
@@ -101,7 +103,8 @@ class _Server(uvicorn.Server):
             server.close()
         for listener in listeners:
             listener.close()
-        await closing.close(self.server_state.connections, self._service.metrics, now=self.forced)  # type: ignore[arg-type]
+        unanswered = await closing.close(self.server_state.connections, now=self.forced)  # type: ignore[arg-type]
+        self._service.metrics.unanswered(unanswered)
         if tasks := set(self.server_state.tasks):
             for task in tasks:
                 task.cancel()
@@ -235,7 +238,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
     config.header_timeout = settings.header_timeout
     # Longer than a route's timeout for a small answer: the route's must expire first, because only that one is logged.
     config.answer_timeout = 2 * settings.body_timeout
-    config.metrics, config.half_closed = service.metrics, HalfClosed()
+    config.refuse, config.half_closed = partial(refuse_outside, service.metrics.ended), HalfClosed()
     config.load()
     if (certificate := service.files.contents.certificate) is not None:
         config.ssl = tls.context(certificate)

@@ -18,13 +18,12 @@ from uvicorn.server import ServerState
 from flashpoint_server.config import tls
 from flashpoint_server.config.files import Files
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.http import closing
 from flashpoint_server.http.ending import Config
-from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.http.envelope import Envelope, refuse_outside
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.protocol import HttpProtocol
-from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.http.request import Request
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.refusal import Refusal
 
@@ -43,15 +42,14 @@ class StandIn:
         self._state = ServerState()
         self._on = False
         self._refusal = "not_ready", "no HTTP process is alive: the server starts another"
-        metrics = Metrics()
         self._config = config = Config(
-            Envelope(_nothing, (), metrics, None, check=self._refuse, writers={"v2": oip.written}),
+            Envelope(_nothing, (), (), check=self._refuse, writers={"v2": oip.written}),
             log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="off", ws="none",
             http=HttpProtocol, timeout_keep_alive=settings.keep_alive,
         )  # fmt: skip
         config.header_timeout = settings.header_timeout
         config.answer_timeout = 2 * settings.body_timeout
-        config.metrics, config.half_closed = metrics, HalfClosed()
+        config.refuse, config.half_closed = partial(refuse_outside, lambda *_: None), HalfClosed()
         config.load()
 
     def look(self, *, needed: bool) -> None:
@@ -83,9 +81,9 @@ class StandIn:
         self.look(needed=False)
         if tasks := set(self._state.tasks):  # connections, in their TLS handshake, and requests
             await asyncio.wait(tasks, timeout=closing.GRACE)
-        await closing.close(self._state.connections, self._config.metrics)  # type: ignore[arg-type]
+        await closing.close(self._state.connections)  # type: ignore[arg-type]
 
-    def _refuse(self, exchange: Exchange, _: str | None) -> None:
+    def _refuse(self, request: Request, _: str | None) -> None:
         code, detail = self._refusal
         raise Refusal(code, detail, headers={"Connection": "close"})
 

@@ -21,10 +21,11 @@ from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codecs
 from flashpoint_server.http.body import Part, RequestBody
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE
-from flashpoint_server.plan import CheckedCall, Kind, Named, Plan, kind_of, read_call, refuse_invalid
+from flashpoint_server.plan import Message, Plan, refuse_invalid
 from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -34,33 +35,16 @@ _LONGEST = 8192  # maximum characters of a string in an option
 _NUMBER = 25  # upper bound for the bytes of a float and its comma; those of -1.2345678806304932e-05 are 24
 
 
-class TensorMessage(ABC):
-    """A request whose options and shapes are known. Its tensors may not have arrived yet."""
-
-    inputs: Named  # the tensors by name, in the order of their bytes
-    options: Mapping[str, Any]  # not yet checked
-    surface = "safetensors"  # the format's name in the contract's `Tensor.refused`, which says why a tensor is refused
-    calls: dict[Direction, CheckedCall]  # those that are checked; messages with equal heads share it
-
-    def kind(self, direction: Direction) -> Kind:
-        return kind_of(self.options, direction)
-
-    def call(self, direction: Direction) -> CheckedCall:
-        """Return the checked call, unless its kind is "saved". Raises Refusal 422."""
-        if (call := self.calls.get(direction)) is None:
-            call = self.calls[direction] = self._read(direction)
-        return call
-
-    def _read(self, direction: Direction) -> CheckedCall:
-        return read_call(dict(self.inputs), self.options, direction, self.kind(direction), self.surface)
+class TensorMessage(Message, ABC):
+    """A message with the way to its tensors."""
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
         """Return (region, offset) for each tensor in the caller's shared memory, by name. Raises Refusal 422."""
         return NOWHERE
 
     @abstractmethod
-    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Read the tensors into `places`, to the end of the body. Raises Refusal."""
+    async def receive(self, request: Request, places: Mapping[str, memoryview]) -> None:
+        """Read the tensors into `places`, to the end of the request's body. Raises Refusal."""
 
 
 class Format(ABC):
@@ -72,16 +56,18 @@ class Format(ABC):
         self.media_type = media_type
 
     @abstractmethod
-    async def read(self, body: RequestBody, settings: Settings, codec: Codecs) -> TensorMessage:
-        """Read the body until the options and shapes are known. Raises Refusal."""
+    async def read(
+        self, request: Request, settings: Settings, codec: Codecs, direction: Direction | None
+    ) -> TensorMessage:
+        """Read the body until the options and shapes are known, and check the options. Raises Refusal."""
 
     @abstractmethod
     def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
         """Return the outputs that the answer contains as text, not as bytes."""
 
     @abstractmethod
-    async def write(self, plan: Plan, job: Job, body: RequestBody, codec: Codecs) -> list[Part]:
-        """Return the parts of the body of the answer to a job, in order. Raises Refusal."""
+    async def write(self, request: Request, job: Job, codec: Codecs) -> list[Part]:
+        """Return the parts of the body of the answer to a request's job, in order. Raises Refusal."""
 
 
 def text_bytes(tensors: Iterable[TensorInfo]) -> int:

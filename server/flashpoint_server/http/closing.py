@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from flashpoint_server.http.ending import LINGER
-from flashpoint_server.observability.metrics import Metrics
 
 if TYPE_CHECKING:
     from flashpoint_server.http.protocol import HttpProtocol
@@ -62,8 +61,8 @@ async def drained(listeners: Iterable[socket.socket]) -> None:
             await asyncio.sleep(STEP / 2)
 
 
-async def close(connections: Collection[HttpProtocol], metrics: Metrics, *, now: bool = False) -> None:
-    """Close all connections, after the grace or `now`. Log and count those whose request got no answer."""
+async def close(connections: Collection[HttpProtocol], *, now: bool = False) -> int:
+    """Close all connections, after the grace or `now`. Log and return the number whose request got no answer."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     fins: dict[HttpProtocol, float] = {}  # when each got its FIN
@@ -86,7 +85,7 @@ async def close(connections: Collection[HttpProtocol], metrics: Metrics, *, now:
     while any(each.over for each in connections) and loop.time() < end:  # noqa: ASYNC110  # the states of many objects
         await asyncio.sleep(STEP)
     if unanswered:
-        metrics.unanswered(unanswered)
         log.warning("connections closed without an answer", connections=unanswered)
     for each in list(connections):
         each.transport.abort()
+    return unanswered

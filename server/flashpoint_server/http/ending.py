@@ -7,19 +7,17 @@ memory, httptools raises its own error, with ours as its context.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
+from typing import Any, cast
 
 import httptools
 import structlog
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.loop import Loop
-from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
 
 # After the last answer, the connection is closed after these seconds, or when the client has sent this many bytes.
@@ -34,7 +32,9 @@ class Config(uvicorn.Config):
 
     header_timeout = 10.0
     answer_timeout = 20.0
-    metrics: Metrics
+    # Returns the id of a request that no route can answer, and the bytes of its answer. Its arguments are the scope, or
+    # None for input that is not a request; the error; and the route under which metrics count it, "" if they do not.
+    refuse: Callable[[MutableMapping[str, Any] | None, Refusal, str], tuple[str, bytes]]
     half_closed: HalfClosed
     loop_class = Loop
 
@@ -71,25 +71,21 @@ class EndingProtocol(HttpToolsProtocol):
             return
         cause = _cause_of(error)
         refusal = self.wrong or _refusal_of(cause, in_body=unfinished)
-        blank = {"method": "", "path": "", "headers": ()}
-        exchange = Exchange.open(cycle.scope if unfinished else blank)  # type: ignore[arg-type]  # the library's types
-        exchange.status, exchange.code = refusal.status, refusal.code
-        self.last_answer, exchange.bytes_out = _written(refusal, exchange)
         ours = refusal.code in ("out_of_memory", "internal_error")
+        unseen = not unfinished or cycle is not running  # no route has received this request, so it is counted here
+        route = ("other" if ours else MALFORMED) if unseen else ""
+        request_id, self.last_answer = self.config.refuse(_scope(cycle) if unfinished else None, refusal, route)
         if ours:
-            log.error("failed", request_id=exchange.request_id, error=type(cause).__name__, exc_info=cause)
-        if not unfinished or cycle is not running:  # no route has received this request, so count it here
-            route = "other" if ours else MALFORMED
-            self.config.metrics.ended(exchange, route, time.perf_counter() - exchange.arrived)
-            if not ours:
-                log.warning(
-                    "malformed request",
-                    request_id=exchange.request_id,
-                    peer=self.client and f"{self.client[0]}:{self.client[1]}",
-                    status=exchange.status,
-                    code=exchange.code,
-                    reason=self.wrong.detail if self.wrong else str(error),
-                )
+            log.error("failed", request_id=request_id, error=type(cause).__name__, exc_info=cause)
+        elif unseen:
+            log.warning(
+                "malformed request",
+                request_id=request_id,
+                peer=self.client and f"{self.client[0]}:{self.client[1]}",
+                status=refusal.status,
+                code=refusal.code,
+                reason=self.wrong.detail if self.wrong else str(error),
+            )
         if unfinished and running is not None and cycle is not running:
             self.forget_last(running)
         elif unfinished and cycle.response_started:
@@ -144,11 +140,9 @@ class EndingProtocol(HttpToolsProtocol):
         if began or not (unfinished or self.unparsed_bytes):
             self.transport.close()
             return self.idle
-        blank = {"method": "", "path": "", "headers": ()}
-        exchange = Exchange.open(running.scope if unfinished and running is not None else blank)  # type: ignore[arg-type]
         refusal = Refusal("draining", "the server stopped before it could answer this request: send it again")
-        exchange.status, exchange.code = refusal.status, refusal.code
-        text, exchange.bytes_out = _written(refusal, exchange)
+        scope = _scope(running) if unfinished and running is not None else None
+        request_id, text = self.config.refuse(scope, refusal, MALFORMED if scope is None else "")
         self.transport.write(text)
         if unfinished and running is not None:
             self.linger()
@@ -156,8 +150,7 @@ class EndingProtocol(HttpToolsProtocol):
             running.message_event.set()
             self.leave_body()
         else:
-            self.config.metrics.ended(exchange, MALFORMED, time.perf_counter() - exchange.arrived)
-            log.warning("request cut", request_id=exchange.request_id, status=exchange.status, code=exchange.code)
+            log.warning("request cut", request_id=request_id, status=refusal.status, code=refusal.code)
             self.linger()
         return True
 
@@ -188,6 +181,10 @@ class EndingProtocol(HttpToolsProtocol):
         self.cycle = self.pipeline[0][0] if self.pipeline else running
 
 
+def _scope(cycle: RequestResponseCycle) -> MutableMapping[str, Any]:
+    return cast(MutableMapping[str, Any], cycle.scope)  # the library's type is narrower
+
+
 def _cause_of(error: Exception) -> Exception:
     """Return the exception of our callback if it caused the parser's `error`, else `error`."""
     if isinstance(error, httptools.HttpParserCallbackError) and isinstance(error.__context__, Exception):
@@ -204,12 +201,3 @@ def _refusal_of(cause: Exception, *, in_body: bool) -> Refusal:
     if in_body:
         return Refusal("malformed_body", "the chunks of the body are not valid HTTP/1.1")
     return Refusal("malformed_head", "the request is not valid HTTP/1.1")
-
-
-def _written(refusal: Refusal, exchange: Exchange) -> tuple[bytes, int]:
-    """Return the bytes of an error answer with `Connection: close`, and the size of its body."""
-    media_type, body = exchange.write_refusal(refusal, exchange.request_id)
-    given = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers, "Connection": "close"}
-    fields = exchange.answer_fields(((name.lower().encode(), value.encode()) for name, value in given.items()))
-    head = b"".join(b"%s: %s\r\n" % field for field in fields)
-    return b"%s%s\r\n%s" % (STATUS_LINE[refusal.status], head, body), len(body)

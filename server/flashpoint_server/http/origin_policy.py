@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint_server.config.hosts import host_name, is_loopback
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.body import EXTENSION
+from flashpoint_server.http.request import Request
 from flashpoint_server.refusal import Refusal
 
 _PAGES = ("/", "/docs", "/docs/errors")  # pages to which other sites may link
@@ -49,17 +49,17 @@ class OriginPolicy:
         """Allow only loopback names and `names`. For a server on loopback that does not authenticate callers."""
         self._every_name = self._every_name and self._named
 
-    def check(self, exchange: Exchange, here: str | None) -> None:
+    def check(self, request: Request, here: str | None) -> None:
         """Raise Refusal 421 if the Host field is not allowed, and 403 if the page that sent the request is not allowed.
 
         `here` is the server's address of this connection.
         """
-        headers = exchange.headers
+        headers = request.headers
         host = headers.get("host")
         if host is not None:
             self._check_host(host, here)
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if (site is not None or origin is not None) and not self._welcome(exchange, site, origin, host):
+        if (site is not None or origin is not None) and not self._welcome(request, site, origin, host):
             raise Refusal(
                 "cross_site",
                 f"a browser sent this request for a page of another site (origin {origin!r}): start the server with "
@@ -78,7 +78,7 @@ class OriginPolicy:
                 "the server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
             )
 
-    def _welcome(self, exchange: Exchange, site: str | None, origin: str | None, host: str | None) -> bool:
+    def _welcome(self, request: Request, site: str | None, origin: str | None, host: str | None) -> bool:
         """Return whether the request comes from our own page, from no page, or from an origin that CORS allows.
 
         Browsers send no Sec-Fetch-Site over plain HTTP to a host that is not localhost. But they send Origin with every
@@ -90,8 +90,8 @@ class OriginPolicy:
             return True
         if site is None:
             return origin is not None and origin.partition("://")[2].lower() == (host or "").lower()
-        by_link = exchange.headers.get("sec-fetch-mode") == "navigate"
-        return by_link and exchange.method == "GET" and exchange.path in _PAGES
+        by_link = request.headers.get("sec-fetch-mode") == "navigate"
+        return by_link and request.method == "GET" and request.path in _PAGES
 
 
 class Cors(CORSMiddleware):

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from flashpoint_server.exchange import FIELDS, combined
 from flashpoint_server.http.body import (
     EXTENSION,
     GRACE,
@@ -28,6 +27,7 @@ from flashpoint_server.http.body import (
 )
 from flashpoint_server.http.ending import EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
+from flashpoint_server.http.request import FIELDS, combined
 
 # Maximum bytes of one read for the HTTP parser. It is small, because bytes of a body in such a read are copied twice.
 PARSED_AT_ONCE = 1 << 15

@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from flashpoint_kernels.native import switches
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.messages import AnswerVerified, DeviceInfo, Done, Holding
@@ -148,11 +148,11 @@ class Metrics(Listener):
         for count, arguments in waiting:
             count(*arguments)
 
-    def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
+    def ended(self, request: Request, route: str, seconds: float) -> None:
         """Count a request that has ended, with or without an answer."""
-        reason = exchange.code or "ok"
-        sizes = exchange.bytes_in, exchange.bytes_out
-        self._later(self._count_ended, route, str(exchange.status), reason, exchange.key, seconds, *sizes)
+        reason = request.code or "ok"
+        sizes = request.bytes_in, request.bytes_out
+        self._later(self._count_ended, route, str(request.status), reason, request.key, seconds, *sizes)
 
     def _count_ended(
         self, route: str, status: str, reason: str, key: str, seconds: float, bytes_in: int, bytes_out: int

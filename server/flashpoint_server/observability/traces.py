@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.trace import Link, SpanContext, SpanKind, StatusCode, TraceFlags, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from flashpoint_server.exchange import PARTS, Exchange
+from flashpoint_server.http.request import OTHER, PARTS, Request
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import Done
 
@@ -76,40 +76,42 @@ class Traces(Listener):
         sending.start()
         sending.join(LAST_EXPORT)
 
-    def request(self, exchange: Exchange, route: str) -> None:
-        """Export the spans of a request that has ended, if the sampler chooses it."""
+    def request(self, request: Request, route: str, _: float) -> None:
+        """Export the spans of a request of one of our routes that has ended, if the sampler chooses it."""
+        if route == OTHER:
+            return
         self._follow_clock()
         ended = time.perf_counter()
         attributes: dict[str, Any] = {
-            "http.request.method": exchange.method,
+            "http.request.method": request.method,
             "http.route": route,
-            "http.response.status_code": exchange.status,
-            "http.request.body.size": exchange.bytes_in,
-            "http.response.body.size": exchange.bytes_out,
-            "flashpoint.request_id": exchange.request_id,
+            "http.response.status_code": request.status,
+            "http.request.body.size": request.bytes_in,
+            "http.response.body.size": request.bytes_out,
+            "flashpoint.request_id": request.request_id,
         }
-        if exchange.code:
-            attributes["error.type"] = exchange.code
+        if request.code:
+            attributes["error.type"] = request.code
         links = []
-        if exchange.launch is not None:
-            attributes |= {f"flashpoint.{name}": exchange.facts[name] for name in ("backend", "batch_size")}
-            links = [Link(self._launch(exchange.launch))]
+        if request.launch is not None:
+            attributes |= {f"flashpoint.{name}": request.facts[name] for name in ("backend", "batch_size")}
+            links = [Link(self._launch(request.launch))]
         span = self._requests.start_span(
-            f"{exchange.method} {route}",
-            self._propagator.extract(exchange.headers, Context()),
+            f"{request.method} {route}",
+            self._propagator.extract(request.headers, Context()),
             SpanKind.SERVER,
             attributes,
             links,
-            self._unix(exchange.arrived),
+            self._unix(request.arrived),
         )
         if not span.is_recording():
             return
-        assert exchange.status is not None  # set, because the request has ended
-        if exchange.status >= 500:
+        assert request.status is not None  # set, because the request has ended
+        if request.status >= 500:
             span.set_status(StatusCode.ERROR)
         span.end(self._unix(ended))
         inside = set_span_in_context(span, Context())
-        for part, (began, end) in zip(PARTS, itertools.pairwise(exchange.marks), strict=False):
+        for part, (began, end) in zip(PARTS, itertools.pairwise(request.marks), strict=False):
             self._requests.start_span(part, inside, start_time=self._unix(began)).end(self._unix(end))
 
     def computed(self, engine: Engine, done: Done) -> None:

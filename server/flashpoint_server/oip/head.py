@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from flashpoint_contract import strictjson
-from flashpoint_contract.options import OPTIONS, Direction, Names, Pair
+from flashpoint_contract.options import OPTIONS, Direction, Names, Options, Pair
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.tensors import ANSWERS, TENSORS, TensorInfo
@@ -32,7 +32,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import check_extent
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
-from flashpoint_server.plan import CheckedCall, read_call
+from flashpoint_server.plan import apart, checked_options
 from flashpoint_server.refusal import invalid
 
 # A parameter has one value, so an option that is a pair, such as `window`, is sent as two parameters with these names.
@@ -88,16 +88,19 @@ class InferHead:
     binary: bool
     timeout: int
     priority: int
-    calls: dict[Direction, CheckedCall] = field(default_factory=dict)  # as in `TensorMessage`
+    options_of: dict[Direction, tuple[Options, int | None]] = field(default_factory=dict)  # those that are checked
 
     @property
     def data_size(self) -> int:
         """The number of bytes that follow the head."""
         return sum(given.size for given in self.inputs)
 
-    def call(self, direction: Direction) -> CheckedCall:
-        """Return the checked call. A requested output sets the option that it needs. Raises Refusal 422."""
-        if direction not in self.calls:
+    def checked(self, direction: Direction) -> tuple[Options, int | None]:
+        """Return the checked options, and the dropout seed apart. Raises Refusal 422.
+
+        A requested output sets the option that it needs.
+        """
+        if direction not in self.options_of:
             known = [name for name in ANSWERS[direction] if "oip" not in TENSORS[name].refused]
             if unknown := [output.name for output in self.outputs if output.name not in known]:
                 raise invalid([("outputs", f"{unknown[0]!r} is not one of {', '.join(known)}")])
@@ -106,8 +109,9 @@ class InferHead:
             if names:
                 implied = {"return_lse": "lse" in names} if direction == "forward" else {"grads": names}
             given = [given.name for given in self.inputs]
-            self.calls[direction] = read_call(given, implied | self.options, direction, "plain", "oip")
-        return self.calls[direction]
+            options, _ = checked_options(given, implied | self.options, direction, "plain", "oip")
+            self.options_of[direction] = apart(options)
+        return self.options_of[direction]
 
     def deadline(self, settings: Settings) -> float | None:
         """Return the deadline from `timeout`, in `time.monotonic` seconds; None if there is none."""

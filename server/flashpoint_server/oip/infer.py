@@ -8,19 +8,20 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flashpoint_contract.options import Direction
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.body import RequestBody
-from flashpoint_server.ipc.regions import Regions
+from flashpoint_server.http.request import Request, request_of
 from flashpoint_server.oip.answers import compressed, encode
-from flashpoint_server.oip.head import InferHead, parse
+from flashpoint_server.oip.head import parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import Model
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.plan import refuse_invalid
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, compute, earlier, write
+from flashpoint_server.routes.pipeline import admit, authorize, begin, carry_out, earlier, write
+from flashpoint_server.service import Service
 
 HEAD_LENGTH = "inference-header-content-length"
 
@@ -30,16 +31,12 @@ _SHORT = 4096  # maximum bytes of a short head
 _parse_again = lru_cache(256)(parse)
 
 
-class _HttpMessage(InferMessage):
-    """A message whose tensors' bytes follow the head in the body. `rest` are those that were read with the head."""
+class HttpMessage(InferMessage):
+    """A message whose tensors' bytes follow the head in the body."""
 
-    def __init__(self, head: InferHead, regions: Regions, owner: str, rest: bytes) -> None:
-        super().__init__(head, regions, owner)
-        self._rest = rest
-
-    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
+    async def receive(self, request: Request, places: Mapping[str, memoryview]) -> None:
         await self.fill(places)
-        await body.into([places[given.name] for given in self.following], self._rest)
+        await request.body.into([places[given.name] for given in self.following], request.rest)
 
 
 def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> RequestBody:
@@ -53,7 +50,7 @@ def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settin
 class Counted:
     """Wraps an ASGI application, and counts each request to `model` when it ends.
 
-    If `model` is None (gRPC), the application stores the model's name in `Exchange.facts`.
+    If `model` is None (gRPC), the application stores the model's name in `Request.facts`.
     """
 
     def __init__(self, app: ASGIApp, statistics: Statistics, model: str | None = None) -> None:
@@ -62,51 +59,52 @@ class Counted:
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange.of(scope)
+        request = request_of(scope)
         try:
             await self._app(scope, receive, send)
         finally:
-            if (model := self._model or exchange.facts.get("model")) is not None:
-                success = exchange.status == 200 and exchange.code is None
-                self._statistics.ended(model, success, time.perf_counter() - exchange.arrived)
+            if (model := self._model or request.facts.get("model")) is not None:
+                success = request.status == 200 and request.code is None
+                self._statistics.ended(model, success, time.perf_counter() - request.arrived)
 
 
-async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> None:
+async def infer(service: Service, request: Request, model: Model, statistics: Statistics) -> None:
     """Answer a request of POST /v2/models/{model}/infer. Raises Refusal and ClientGoneError."""
-    headers, codec = request.headers, request.service.codec
-    authorize(request, "attention")
+    headers = request.headers
+    authorize(service, request, "attention")
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
         raise Refusal(
             "unsupported_media_type",
             f"content coding {coding} is not supported; use {' or '.join(WINDOW_BITS)}, or none",
         )
-    begin(request)
-    message = await _read(request)
+    begin(service, request)
+    message = await _read(service, request, model.direction)
     head = message.head
-    request.body.deadline = earlier(request.body.deadline, head.deadline(request.service.settings))
+    request.body.deadline = earlier(request.body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
-    job = await compute(request, message, model.direction, message.numbers)
-    parts, fields = await encode(model.name, head, request.plan, job, request.body, codec)
+    plan = service.plans.of(message, request.device)
+    job = await carry_out(service, request, message, plan, message.numbers, plan.price)
+    parts, fields = await encode(model.name, head, plan, job, request.body, service.codec)
     # Compress only if the field names a single coding: clients that did not choose one send a list.
     if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:
         parts, fields["content-encoding"] = await compressed(parts, coding), coding
-    stages = await write(request, job, parts, fields)
+    stages = await write(service, request, job, parts, fields)
     statistics.computed(model.name, job.done.batch_size, stages)
 
 
-async def _read(request: RouteRequest) -> InferMessage:
+async def _read(service: Service, request: Request, direction: Direction) -> InferMessage:
     """Read the head, and return the message. A long JSON body is admitted by its length before it is read.
 
     Raises Refusal.
     """
-    body, service, settings = request.body, request.service, request.service.settings
+    body, settings = request.body, service.settings
     size = _head_size(request.headers.get(HEAD_LENGTH), settings.head_limit)
     if size is None:
         body.limit = settings.json_limit
     body.check_length(body.length)
     if size is None and (body.length is None or body.length > _SHORT):
-        admit(request, body.length or body.limit)
-    text, rest = (await body.text(), b"") if size is None else await _start(body, size)
+        admit(service, request, body.length or body.limit)
+    text, request.rest = (await body.text(), b"") if size is None else await _start(body, size)
     with refuse_invalid():
         short = len(text) <= _SHORT
         head = _parse_again(bytes(text)) if short else await service.codec.parse(body, parse, text)
@@ -114,7 +112,7 @@ async def _read(request: RouteRequest) -> InferMessage:
         due = size + head.data_size
         raise Refusal("malformed_body", f"the body has {body.length} bytes, but its head says {due}")
     body.check_length(len(text) + head.data_size)
-    return _HttpMessage(head, service.regions, request.caller.name, rest)
+    return HttpMessage(head, service.regions, request.caller.name, direction)
 
 
 def _head_size(text: str | None, limit: int) -> int | None:

@@ -11,9 +11,9 @@ import asyncio
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.http.body import RequestBody
+from flashpoint_server.http.request import request_of
 from flashpoint_server.ipc.regions import Region, provide
 from flashpoint_server.oip.schema import TAG, errors
 from flashpoint_server.refusal import Refusal
@@ -131,7 +131,7 @@ def cuda_router(service: Service) -> APIRouter:
 
 def _owner(service: Service, request: Request) -> str:
     """Return the name of the caller's key, which owns the regions. Raises Refusal 401 and 403."""
-    caller = service.admit(Exchange.of(request.scope), "admin")
+    caller = service.admit(request_of(request.scope), "admin")
     if "origin" in request.headers:  # sent by a web page, which would act with its viewer's access to this host
         raise Refusal("forbidden", "web pages may not use shared memory")
     return caller.name

@@ -13,7 +13,7 @@ from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.http.body import copy
 from flashpoint_server.ipc.regions import Region, Regions, check_apart
 from flashpoint_server.oip.head import InferHead, Input
-from flashpoint_server.plan import CheckedCall, Plan
+from flashpoint_server.plan import Plan
 
 
 class InferMessage(TensorMessage):
@@ -22,15 +22,14 @@ class InferMessage(TensorMessage):
     `owner` is the name of the caller's API key. A tensor in shared memory must be in a region that this key registered.
     """
 
-    def __init__(self, head: InferHead, regions: Regions, owner: str) -> None:
+    def __init__(self, head: InferHead, regions: Regions, owner: str, direction: Direction) -> None:
         self.head = head
         self.inputs = tuple((given.name, given.info) for given in head.inputs)
-        self.options, self.calls = head.options, head.calls
+        self.options, self.direction = head.options, direction
         self._regions = regions
         self._owner = owner
-
-    def call(self, direction: Direction) -> CheckedCall:
-        return self.head.call(direction)
+        self.kind = "plain"  # the head has no options of caches and saved forwards
+        self.checked, self.seed = head.checked(direction)
 
     def numbers(self, plan: Plan) -> list[TensorInfo]:
         """Return the outputs that the answer contains as numbers, not as bytes. Raises Refusal 422."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from flashpoint_contract.schemas import jsonwire
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import request_of
 from flashpoint_server.oip import models
 from flashpoint_server.oip.models import MODELS, VERSION, Model, ModelMetadata, ServerMetadata
 from flashpoint_server.oip.schema import TAG, errors
@@ -77,12 +77,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("", summary="Describe the server and its protocol extensions", responses=locked)
     async def server(request: Request) -> ServerMetadata:
-        service.admit(Exchange.of(request.scope), "info")
+        service.admit(request_of(request.scope), "info")
         return ServerMetadata(name="flashpoint", version=version("flashpoint"), extensions=extensions)
 
     @routes.post("/repository/index", summary="List the models", responses=locked)
     async def index(request: Request) -> list[IndexEntry]:
-        service.admit(Exchange.of(request.scope), "info")
+        service.admit(request_of(request.scope), "info")
         state, reason = "READY", ""
         try:
             service.check_working()
@@ -92,7 +92,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/models/stats", summary="Get the statistics of all models", responses=locked)
     async def all_stats(request: Request) -> dict[str, Any]:
-        service.admit(Exchange.of(request.scope), "metrics")
+        service.admit(request_of(request.scope), "metrics")
         return stats(*MODELS.values())
 
     @routes.get("/models/{name}/versions/{version}/ready", include_in_schema=False)
@@ -115,7 +115,7 @@ def router(service: Service) -> APIRouter:
         openapi_extra=_NAMED,
     )
     async def config(request: Request) -> dict[str, Any]:
-        service.admit(Exchange.of(request.scope), "info")
+        service.admit(request_of(request.scope), "info")
         return models.configuration(_model(request), service.settings.max_queue_delay)
 
     @routes.get("/models/{name}/versions/{version}/stats", include_in_schema=False)
@@ -123,13 +123,13 @@ def router(service: Service) -> APIRouter:
         "/models/{name}/stats", summary="Get a model's statistics", responses=locked | known, openapi_extra=_NAMED
     )
     async def model_statistics(request: Request) -> dict[str, Any]:
-        service.admit(Exchange.of(request.scope), "metrics")
+        service.admit(request_of(request.scope), "metrics")
         return stats(_model(request))
 
     @routes.get("/models/{name}/versions/{version}", include_in_schema=False)
     @routes.get("/models/{name}", summary="Describe a model's tensors", responses=locked | known, openapi_extra=_NAMED)
     async def metadata(request: Request) -> ModelMetadata:
-        service.admit(Exchange.of(request.scope), "info")
+        service.admit(request_of(request.scope), "info")
         return models.metadata(_model(request))
 
     def stats(*models: Model) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from flashpoint_contract.options import Backend, CausalAlignment, Layout, Precis
 from flashpoint_contract.schemas.benchmark import BenchmarkRequest, PlotKind, Preset, TimedDtype
 from flashpoint_contract.schemas.shapes import Direction, Dtype, Shape
 from flashpoint_contract.schemas.verify import Extra, VerifyRequest
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import request_of
 from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.service import Service
@@ -89,7 +89,7 @@ class _File:
 
     async def answer(self, request: Request) -> Response:
         headers = HEADERS | {"Content-Security-Policy": self._policy, "ETag": self._etag}
-        if has_copy(Exchange.of(request.scope).headers.get("if-none-match", ""), self._etag):
+        if has_copy(request_of(request.scope).headers.get("if-none-match", ""), self._etag):
             return Response(status_code=304, headers=headers)
         return Response(self._content, headers=headers, media_type=self._media_type)
 

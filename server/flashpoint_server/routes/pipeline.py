@@ -1,6 +1,6 @@
 """The steps of a call to an engine: authorize, begin, read, plan, admit, stage, submit, write.
 
-A route is one function that takes a RouteRequest through these steps in this order. A step raises Refusal to end the
+A route is one function that takes a `Request` through these steps in this order. A step raises Refusal to end the
 request with an error, and ClientGoneError if the client has disconnected. Routes are plain ASGI applications, so that
 they can check a request's head and refuse the request before its body arrives.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -19,21 +20,20 @@ from starlette.types import Receive, Scope, Send
 from flashpoint_contract.options import Direction
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_contract.wording.sizes import in_bytes
-from flashpoint_server.access.admission import Permit
 from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import PARTS, Exchange
 from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
 from flashpoint_server.formats.negotiation import formats
 from flashpoint_server.http.body import MOST_AT_ONCE, ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import send_refusal
+from flashpoint_server.http.request import PARTS, Request, request_of
 from flashpoint_server.ipc.bodies import Body, CacheRef, Recall, Save
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.staging import Layout
-from flashpoint_server.plan import CheckedCall, Kind, Plan
+from flashpoint_server.plan import Kind, Plan
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 
@@ -41,48 +41,9 @@ KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any setting
 
 
-@dataclass(eq=False)
-class RouteRequest:
-    """The state of a request while a route handles it: a context, at whose end what the steps hold is released."""
-
-    service: Service
-    exchange: Exchange
-    headers: Mapping[str, str]  # by lower-case name
-    body: RequestBody
-    send: Send
-    query: str = ""
-    caller: Caller = field(init=False, repr=False)  # set by `authorize`
-    device: DeviceInfo = field(init=False, repr=False)  # set by `begin`, like `priority`
-    priority: int = 0
-    permit: Permit | None = None  # set by `admit`
-    plan: Plan = field(init=False, repr=False)  # set by `carry_out`
-    error: type[BaseException] | None = None  # type of the exception that ended the request
-    _ends: list[Callable[[], object]] = field(init=False, repr=False, default_factory=list)
-
-    def __enter__(self) -> RouteRequest:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self.error = error
-        try:
-            while self._ends:
-                self._ends.pop()()
-        finally:
-            if self._ends:  # a function has raised an exception: call the rest
-                self.__exit__(error)
-
-    def at_end(self, call: Callable[[], object]) -> None:
-        """Call a function when the request has ended, the last one first."""
-        self._ends.append(call)
-
-    def waiting_since(self) -> float | None:
-        """Return when the body ended, in `time.monotonic` seconds; None before that, and once the answer has begun."""
-        return self.body.ended if self.exchange.status is None else None
-
-
-Handler = Callable[[RouteRequest], Awaitable[None]]
+Handler = Callable[[Service, Request], Awaitable[None]]
 Numbers = Callable[[Plan], Iterable[TensorInfo]]  # returns the outputs that the answer contains as text, not as bytes
-Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[Job]]
+Compute = Callable[[Service, Request, TensorMessage, Numbers], Awaitable[Job]]
 MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
 
@@ -95,57 +56,62 @@ class Route:
     make_body: MakeBody = RequestBody
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange, query = Exchange.of(scope), scope["query_string"].decode("latin-1")
-        headers = exchange.headers
-        body = self.make_body(scope, receive, headers, self.service.settings)
+        request = request_of(scope)
+        request.query = scope["query_string"].decode("latin-1")
+        request.send = send
+        request.body = body = self.make_body(scope, receive, request.headers, self.service.settings)
         try:
-            with RouteRequest(self.service, exchange, headers, body, send, query) as request:
-                await self.handle(request)
+            try:
+                await self.handle(self.service, request)
+            except BaseException as error:
+                request.end(type(error))
+                raise
+            request.end(None)
         except Refusal as refusal:
-            await _refuse(send, exchange, refusal, body)
+            await _refuse(request, refusal)
         except MemoryError:
-            failure = Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
-            await _refuse(send, exchange, failure, body)
+            await _refuse(request, Refusal("out_of_memory", "the HTTP process ran out of memory for this request"))
         finally:
-            exchange.bytes_in = max(exchange.bytes_in, body.received)
+            request.bytes_in = max(request.bytes_in, body.received)
 
 
-async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: RequestBody) -> None:
+async def _refuse(request: Request, refusal: Refusal) -> None:
     """Send an error, and discard the rest of the body: a client that is still sending can then read the error.
 
     The connection is kept if the rest is short, and otherwise closed.
     """
+    body, send = request.body, request.send
     slow = refusal.code == "body_timeout"
     if body.complete or body.absent or (body.nearly_there and not slow and "Connection" not in refusal.headers):
-        await send_refusal(send, exchange, refusal)
+        await send_refusal(send, request, refusal)
         return
     refusal.headers["Connection"] = "close"
-    await send_refusal(send, exchange, refusal, more=True)
+    await send_refusal(send, request, refusal, more=True)
     if not slow:
         await body.drain()
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def authorize(request: RouteRequest, right: Permission) -> Caller:
+def authorize(service: Service, request: Request, right: Permission) -> Caller:
     """Find the caller and check that it has `right`. Raises Refusal 401, 403 and 429."""
-    request.caller = request.service.admit(request.exchange, right)
+    request.caller = service.admit(request, right)
     return request.caller
 
 
-def begin(request: RouteRequest) -> DeviceInfo:
+def begin(service: Service, request: Request) -> DeviceInfo:
     """Read deadline and priority, check the idempotency key, and register the request for the graceful shutdown.
 
     Raises Refusal 422 and 503.
     """
-    request.body.deadline = deadline_of(request.headers, request.service.settings)
+    request.body.deadline = deadline_of(request.headers, service.settings)
     request.priority = priority_of(request.headers)
     idempotency_key(request)  # a call that does not write refuses a wrong one, too
-    request.device = request.service.begin()
-    request.at_end(request.service.end)
+    request.device = service.begin()
+    request.ends.append(service.end)
     return request.device
 
 
-def idempotency_key(request: RouteRequest) -> str:
+def idempotency_key(request: Request) -> str:
     """Return the Idempotency-Key; "" if there is none. Raises Refusal 422."""
     key = request.headers.get("idempotency-key", "")
     if len(key) > KEY_LENGTH or not key.isprintable():
@@ -153,118 +119,120 @@ def idempotency_key(request: RouteRequest) -> str:
     return key
 
 
-def limit(request: RouteRequest, given: Format) -> None:
+def limit(service: Service, request: Request, given: Format) -> None:
     """Check the body's length, and admit the request if its format reads the whole body. Raises Refusal 413 and 429."""
     body = request.body
     if given.whole:
-        body.limit = request.service.settings.json_limit
+        body.limit = service.settings.json_limit
     body.check_length(body.length)
     if given.whole:
-        admit(request, body.length or body.limit)
+        admit(service, request, body.length or body.limit)
 
 
-async def read(request: RouteRequest, given: Format) -> TensorMessage:
-    """Return the message, after reading as much of the body as its format needs for that. Raises Refusal."""
-    limit(request, given)
-    return await given.read(request.body, request.service.settings, request.service.codec)
+async def read(service: Service, request: Request, given: Format, direction: Direction | None = None) -> TensorMessage:
+    """Return the message, after reading as much of the body as its format needs for that. Raises Refusal.
+
+    Its options are checked if it has a `direction`: if it is a call of attention or its gradients.
+    """
+    limit(service, request, given)
+    return await given.read(request, service.settings, service.codec, direction)
 
 
-def admit(request: RouteRequest, nbytes: int) -> Permit:
+def admit(service: Service, request: Request, nbytes: int) -> None:
     """Admit the request, and count it with `nbytes` of tensors until it ends. Raises Refusal 429."""
-    service, exchange = request.service, request.exchange
-    permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
-    request.permit = permit
-    request.at_end(permit.leave)
+    service.admission.enter(request, nbytes, request.caller.quota)
+    request.ends.append(partial(_leave, service, request))
     service.metrics.accepted()
 
-    def left() -> None:
-        if (error := request.error) is not None:
-            service.metrics.left("cancelled" if issubclass(error, ClientGoneError) else "refused")
-        else:
-            service.metrics.left("answered" if exchange.code is None else "cancelled")
 
-    request.at_end(left)
-    return permit
+def _leave(service: Service, request: Request) -> None:
+    """Count the end of an admitted request."""
+    service.admission.leave(request)
+    if (error := request.error) is not None:
+        how = "cancelled" if issubclass(error, ClientGoneError) else "refused"
+    else:
+        how = "answered" if request.code is None else "cancelled"
+    service.metrics.left(how)
 
 
-def stage(request: RouteRequest, layout: Layout) -> Job:
+def stage(service: Service, request: Request, layout: Layout) -> Job:
     """Return a job with staging memory, which is released when the request ends. Raises Refusal 413 and 429."""
-    job = Job.stage(request.service.pool, layout)
-    request.at_end(job.release)
+    job = Job.stage(service.pool, layout)
+    request.ends.append(job.release)
     return job
 
 
-async def attention(request: RouteRequest, direction: Direction, planners: Mapping[Kind, Compute]) -> None:
+async def attention(service: Service, request: Request, direction: Direction, planners: Mapping[Kind, Compute]) -> None:
     """Answer a call of attention or its gradients. `planners` has a function for each kind of call except "plain".
 
     Raises Refusal and ClientGoneError.
     """
-    authorize(request, "attention")
+    authorize(service, request, "attention")
     given, wanted = formats(request.headers)
-    begin(request)
-    message = await read(request, given)
-    if (kind := message.kind(direction)) == "plain":
-        job = await compute(request, message, direction, wanted.numbers)
+    begin(service, request)
+    message = await read(service, request, given, direction)
+    if message.kind == "plain":
+        plan = service.plans.of(message, request.device)
+        job = await carry_out(service, request, message, plan, wanted.numbers, plan.price)
     else:
-        job = await planners[kind](request, message, wanted.numbers)
-    parts = await wanted.write(request.plan, job, request.body, request.service.codec)
-    await write(request, job, parts, {"content-type": wanted.media_type})
-
-
-async def compute(request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers) -> Job:
-    """Compute a plain call of attention or its gradients: plan, admit, stage and submit it.
-
-    Raises Refusal and ClientGoneError.
-    """
-    call = message.call(direction)
-    plan = request.service.plans.of(message.inputs, call, request.device)
-    return await carry_out(request, message, plan, call, numbers, plan.price)
+        job = await planners[message.kind](service, request, message, wanted.numbers)
+    parts = await wanted.write(request, job, service.codec)
+    await write(service, request, job, parts, {"content-type": wanted.media_type})
 
 
 async def carry_out(
-    request: RouteRequest,
+    service: Service,
+    request: Request,
     message: TensorMessage,
     plan: Plan,
-    call: CheckedCall,
     numbers: Numbers,
     price: Price,
     *,
+    seed: int | None = None,
     cache_ref: CacheRef | None = None,
-    saved: Callable[[Mapping[str, Any]], Save | Recall | None] = lambda _: None,
+    saved: Callable[[Mapping[str, Any]], Save | Recall] | None = None,
     incarnation: int = 0,
     lost: str = "cache_lost",
 ) -> Job:
     """Admit, stage and submit a planned call, at the cost `price`.
 
-    `cache_ref` names the caches of a call over caches. `saved` gets the values of the index tensors, by name, and
-    returns `Submit.saved`. `incarnation` and `lost` are those of `Job`. Raises Refusal and ClientGoneError.
+    `seed` is the seed of dropout if it is not the message's. `cache_ref` names the caches of a call over caches.
+    `saved` gets the values of the index tensors, by name, and returns `Submit.saved`. `incarnation` and `lost` are
+    those of `Job`. Raises Refusal and ClientGoneError.
     """
-    service, body, spec = request.service, request.body, plan.spec
+    body, spec = request.body, plan.spec
     request.plan = plan
-    text = list(numbers(plan))
-    if text and (size := sum([info.nbytes for info in text])) > (limit := service.settings.json_limit):
-        raise Refusal(
-            "work_too_large",
-            f"a JSON answer of {in_bytes(size)} exceeds the limit of {in_bytes(limit)}: request a binary answer",
-        )
-    permit = request.permit or admit(request, plan.layout.nbytes)
+    if text := list(numbers(plan)):
+        _check_text(text, service.settings.json_limit)
+    if not request.inside:
+        admit(service, request, plan.layout.nbytes)
     if text:
-        permit.grow(text_bytes(text))
-    permit.charge(price, body.deadline, service.engine.pace if body.deadline is not None else 0.0)
+        service.admission.grow(request, text_bytes(text))
+    pace = service.engine.pace if body.deadline is not None else 0.0
+    service.admission.charge(request, price, body.deadline, pace)
     if elsewhere := message.elsewhere(spec):  # tensors in memory of the caller, which no plan holds
         plan = request.plan = plan.placed(Layout.of(message.inputs, spec.outputs, elsewhere))
-    job = stage(request, plan.layout)
-    await message.receive(body, job.views(job.inputs))
+    job = stage(service, request, plan.layout)
+    await message.receive(request, job.views(job.inputs))
     index = job.index()
     if index and cache_ref is None:  # the index tensors have arrived, and with their values the cost is exact
-        permit.correct(price_of(spec, plan.backend, request.device, index))
-    request.exchange.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
-    return await submit(request, job, plan.packed, permit.price, incarnation, lost, call.seed, cache_ref, saved(index))
+        service.admission.correct(request, price_of(spec, plan.backend, request.device, index))
+    request.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
+    seed, keeping = message.seed if seed is None else seed, None if saved is None else saved(index)
+    return await submit(service, request, job, plan.packed, request.price, incarnation, lost, seed, cache_ref, keeping)
+
+
+def _check_text(text: Sequence[TensorInfo], limit: int) -> None:
+    """Raise Refusal 413 if tensors that an answer contains as text have more than `limit` bytes as numbers."""
+    if (size := sum([info.nbytes for info in text])) > limit:
+        detail = f"a JSON answer of {in_bytes(size)} exceeds the limit of {in_bytes(limit)}: request a binary answer"
+        raise Refusal("work_too_large", detail)
 
 
 async def submit(
-    request: RouteRequest, job: Job, body: Body, price: Price, incarnation: int = 0, lost: str = "cache_lost",
-    seed: int | None = None, cache_ref: CacheRef | None = None, saved: Save | Recall | None = None,
+    service: Service, request: Request, job: Job, body: Body, price: Price, incarnation: int = 0,
+    lost: str = "cache_lost", seed: int | None = None, cache_ref: CacheRef | None = None,
+    saved: Save | Recall | None = None,
 ) -> Job:  # fmt: skip
     """Submit a job, whose inputs have arrived, with the work `body`. Return it when it has the engine's answer.
 
@@ -272,8 +240,8 @@ async def submit(
     deadline, and ClientGoneError if the client disconnects.
     """
     job.priority, job.incarnation, job.lost = request.priority, incarnation, lost
-    job.ask(request.exchange.request_id, body, price, request.body.deadline, seed, cache_ref, saved)
-    answer = request.service.engine.submit(job)
+    job.ask(request.request_id, body, price, request.body.deadline, seed, cache_ref, saved)
+    answer = service.engine.submit(job)
 
     def give_up(error: Exception) -> None:
         if not answer.done():
@@ -292,7 +260,9 @@ async def submit(
             timer.cancel()
 
 
-async def write(request: RouteRequest, job: Job, parts: list[Part], fields: Mapping[str, str]) -> dict[str, float]:
+async def write(
+    service: Service, request: Request, job: Job, parts: list[Part], fields: Mapping[str, str]
+) -> dict[str, float]:
     """Send the answer to a job, encoded as `parts`, with the header `fields`. Return the seconds of each stage.
 
     Copies to and from a GPU are separate stages; for the caller, `compute` includes them. Raises Refusal 504 and
@@ -300,17 +270,16 @@ async def write(request: RouteRequest, job: Job, parts: list[Part], fields: Mapp
     """
     if job.late:
         raise out_of_time()
-    exchange = request.exchange
     done = job.done
-    marks = exchange.marks = exchange.arrived, job.queued, done.began, done.ended, time.perf_counter()
+    marks = request.marks = request.arrived, job.queued, done.began, done.ended, time.perf_counter()
     stages = {name: end - start for name, start, end in zip(PARTS, marks, marks[1:], strict=False)}
     timing = []
     for name, seconds in stages.items():
-        exchange.facts[f"{name}_ms"] = ms = round(seconds * 1000, 3)
+        request.facts[f"{name}_ms"] = ms = round(seconds * 1000, 3)
         timing.append(f"{name};dur={ms}")
     stages["copy_in"], stages["copy_out"] = done.copy_in, done.copy_out
     stages["compute"] -= done.copy_in + done.copy_out
-    exchange.facts["batch_size"], exchange.launch = done.batch_size, done.launch
+    request.facts["batch_size"], request.launch = done.batch_size, done.launch
     headers = {
         **fields,
         "x-backend": request.plan.backend,
@@ -318,17 +287,17 @@ async def write(request: RouteRequest, job: Job, parts: list[Part], fields: Mapp
         "x-batch-size": str(done.batch_size),
         "server-timing": ", ".join(timing),
     }
-    await reply(request, parts, headers)
-    request.service.metrics.took(stages)
+    await reply(service, request, parts, headers)
+    service.metrics.took(stages)
     return stages
 
 
-async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, str]) -> None:
+async def reply(service: Service, request: Request, parts: list[Part], fields: Mapping[str, str]) -> None:
     """Send status 200 with the body `parts`. When this returns, the memory of `parts` is no longer in use.
 
     Raises ClientGoneError if the client has disconnected.
     """
-    exchange, direct, settings = request.exchange, request.body.direct, request.service.settings
+    direct = request.body.direct
     size = sum(map(len, parts))
     raw = [(name.encode(), value.encode()) for name, value in fields.items()]
     raw.append((b"content-length", b"%d" % size))
@@ -342,10 +311,10 @@ async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, s
         return
     if direct.gone:
         raise ClientGoneError
-    exchange.status, exchange.bytes_out = 200, size
-    patience = settings.body_timeout + size / settings.body_rate
-    if not await direct.answer(exchange.answer_fields(raw), parts, patience):
-        exchange.code = "answer_timeout"
+    request.status, request.bytes_out = 200, size
+    patience = service.settings.body_timeout + size / service.settings.body_rate
+    if not await direct.answer(request.answer_fields(raw), parts, patience):
+        request.code = "answer_timeout"
 
 
 def deadline_of(headers: Mapping[str, str], settings: Settings) -> float | None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from flashpoint_contract.tensors import MAX_HEAD_DIM
 from flashpoint_kernels.dispatching.support import SUPPORT
 from flashpoint_server.config.key_file import RIGHTS
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import request_of
 from flashpoint_server.observability.metrics import MEDIA_TYPE
 from flashpoint_server.observability.observed import versions
 from flashpoint_server.refusal import Refusal
@@ -101,7 +101,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/info", summary="Describe versions, device, backends, load and limits", responses=problems(*_LOCKED))
     async def info(request: Request) -> Info:
-        caller = service.admit(Exchange.of(request.scope), "info")
+        caller = service.admit(request_of(request.scope), "info")
         device, settings, holding = service.engine.device, service.settings, service.engine.holding
         backends = list(device.backends) if device else []
         return Info(
@@ -151,7 +151,7 @@ def router(service: Service) -> APIRouter:
         response_class=Response,
     )
     async def metrics(request: Request) -> Response:
-        service.admit(Exchange.of(request.scope), "metrics")
+        service.admit(request_of(request.scope), "metrics")
         service.report()
         return Response(service.metrics.exposition(service.engine.device), media_type=MEDIA_TYPE)
 

@@ -18,21 +18,20 @@ from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_contract.tensors import FORWARD_TENSORS, INPUT_TENSORS, JUDGED, TensorInfo, refusals
 from flashpoint_contract.wording.hints import each_meant
 from flashpoint_contract.wording.sizes import in_flops, longest
-from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
 from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format, takes_events
 from flashpoint_server.http.body import ClientGoneError
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.bodies import VerifyCall
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, verification_price
 from flashpoint_server.ipc.staging import Layout
-from flashpoint_server.plan import Named, refuse_invalid
+from flashpoint_server.plan import Named, check_size, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
-    RouteRequest,
     admit,
     authorize,
     begin,
@@ -41,23 +40,24 @@ from flashpoint_server.routes.pipeline import (
     stage,
     submit,
 )
+from flashpoint_server.service import Service
 
 _PROBLEM = tuple(name for name in INPUT_TENSORS if name not in JUDGED)
 IN_FLOAT64 = 8  # bytes of memory needed per byte of a problem: for its tensors, answers and gradients in float64
 DRAWN_LIMIT = 1 << 16  # maximum bytes of a request that describes a problem to draw; most have a few hundred bytes
 
 
-async def verify(request: RouteRequest) -> None:
+async def verify(service: Service, request: Request) -> None:
     """Answer with a report in JSON, or with progress events and then the report. Raises Refusal and ClientGoneError.
 
     The request has tensors, like one to /attention, or it is a JSON object with a `shape`. In the second case the
     engine draws the tensors from a seed.
     """
-    service, body = request.service, request.body
-    authorize(request, "verify")
+    body = request.body
+    authorize(service, request, "verify")
     given = request_format(request.headers)
-    device = begin(request)
-    limit(request, given)
+    device = begin(service, request)
+    limit(service, request, given)
     text = await body.text() if given is JSON else None
     drawn: VerifyRequest | None = None
     message: TensorMessage | None = None
@@ -71,23 +71,24 @@ async def verify(request: RouteRequest) -> None:
         if text is not None:
             message = await JsonMessage.parse(text, service.codec, body)
         else:
-            message = await given.read(body, service.settings, service.codec)
+            message = await given.read(request, service.settings, service.codec, None)
         inputs = message.inputs
         request_json, price = _check(message, device, service.settings)
-    permit = request.permit or admit(request, sum(info.nbytes for _, info in inputs))
-    permit.charge(price)
-    job = stage(request, Layout.of(inputs, {}))
+    if not request.inside:
+        admit(service, request, sum(info.nbytes for _, info in inputs))
+    service.admission.charge(request, price)
+    job = stage(service, request, Layout.of(inputs, {}))
     if message is not None:
-        await message.receive(body, job.views(job.inputs))
+        await message.receive(request, job.views(job.inputs))
     events = takes_events(request.headers)
-    run = partial(submit, request, job, VerifyCall(request_json, events), price)
+    run = partial(submit, service, request, job, VerifyCall(request_json, events), price)
     if events:
         await _stream(request, job, run)
     else:
-        await reply(request, [(await run()).report], {"content-type": jsonwire.MEDIA_TYPE})
+        await reply(service, request, [(await run()).report], {"content-type": jsonwire.MEDIA_TYPE})
 
 
-async def _stream(request: RouteRequest, job: Job, run: Callable[[], Coroutine[Any, Any, Job]]) -> None:
+async def _stream(request: Request, job: Job, run: Callable[[], Coroutine[Any, Any, Job]]) -> None:
     """Send the newest VerifyProgress as an event whenever there is one, then the report.
 
     The answer starts with the first event. Then send a comment after each HEARTBEAT_SECONDS without progress: if the
@@ -113,7 +114,7 @@ async def _stream(request: RouteRequest, job: Job, run: Callable[[], Coroutine[A
             try:
                 await asyncio.wait_for(news.wait(), HEARTBEAT_SECONDS)
             except TimeoutError:
-                if request.exchange.status is not None:
+                if request.status is not None:
                     await request.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
                 continue
             news.clear()
@@ -125,14 +126,14 @@ async def _stream(request: RouteRequest, job: Job, run: Callable[[], Coroutine[A
         try:
             report = answer.result().report
         except Refusal as refusal:
-            if request.exchange.status is None:
+            if request.status is None:
                 raise
-            request.exchange.code = refusal.code
-            document = {"kind": "problem", "problem": refusal.document(request.exchange.request_id)}
+            request.code = refusal.code
+            document = {"kind": "problem", "problem": refusal.document(request.request_id)}
             await _send_event(request, "problem", json.dumps(document).encode())
         except ClientGoneError:
-            if request.exchange.status is not None:  # status 200 is already sent, but the log line shows this code
-                request.exchange.code = "client_gone"
+            if request.status is not None:  # status 200 is already sent, but the log line shows this code
+                request.code = "client_gone"
             raise
         else:
             await _send_event(request, "report", b'{"kind":"report","report":%s}' % report)
@@ -141,8 +142,8 @@ async def _stream(request: RouteRequest, job: Job, run: Callable[[], Coroutine[A
         answer.cancel()
 
 
-async def _send_event(request: RouteRequest, kind: str, data: bytes) -> None:
-    if request.exchange.status is None:
+async def _send_event(request: Request, kind: str, data: bytes) -> None:
+    if request.status is None:
         headers = [(b"content-type", EVENT_STREAM.encode())]
         await request.send({"type": "http.response.start", "status": 200, "headers": headers})
     frame = b"event: %s\ndata: %s\n\n" % (kind.encode(), data)

@@ -11,15 +11,22 @@ from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.problems.cost import NOMINAL
 from flashpoint_server.access import admission as module
-from flashpoint_server.access.admission import FEW, PATIENCE, Admission, check_size
+from flashpoint_server.access.admission import FEW, PATIENCE, Admission
 from flashpoint_server.access.limits import Spent
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price
-from flashpoint_server.plan import CheckedCall, Plans
+from flashpoint_server.plan import Message, Plans, check_size
 from flashpoint_server.refusal import Refusal
+from tests.support.admitted import Entered
+
+
+def message_of(infos, options, direction):
+    one = Message()
+    one.inputs, one.checked, one.direction = tuple(infos.items()), options, direction
+    return one
 
 
 def spec(q, k, v, dtype="float32", **options):
@@ -29,33 +36,33 @@ def spec(q, k, v, dtype="float32", **options):
 
 def test_requests_and_bytes_are_counted_while_they_are_inside():
     admission = Admission(Settings(queue_limit=2, queue_bytes=100))
-    with admission.permit(60), admission.permit(40):
+    with Entered(admission, 60), Entered(admission, 40):
         assert (admission.requests, admission.bytes) == (2, 100)
-        with pytest.raises(Refusal, match="2 requests") as caught, admission.permit(0):
+        with pytest.raises(Refusal, match="2 requests") as caught, Entered(admission, 0):
             pass
         assert (caught.value.status, caught.value.headers) == (429, {"Retry-After": "1"})
     assert (admission.requests, admission.bytes) == (0, 0)
-    with admission.permit(60), pytest.raises(Refusal, match="60 bytes"), admission.permit(41):
+    with Entered(admission, 60), pytest.raises(Refusal, match="60 bytes"), Entered(admission, 41):
         pass
-    with pytest.raises(KeyError), admission.permit(10):
+    with pytest.raises(KeyError), Entered(admission, 10):
         raise KeyError
     assert (admission.requests, admission.bytes) == (0, 0)
 
 
 def test_the_text_of_an_answer_counts_as_bytes_too():
     admission = Admission(Settings(queue_bytes=100))
-    with admission.permit(60) as first, admission.permit(20) as second:
+    with Entered(admission, 60) as first, Entered(admission, 20) as second:
         second.grow(20)
         with pytest.raises(Refusal, match="hold 100 bytes, and this one needs 1"):
             first.grow(1)
     assert admission.bytes == 0
-    with admission.permit(60) as alone:
+    with Entered(admission, 60) as alone:
         alone.grow(1000)
 
 
 def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
     admission = Admission(Settings(queue_flops=100, queue_seconds=10))
-    with admission.permit(0) as first, admission.permit(0) as second:
+    with Entered(admission, 0) as first, Entered(admission, 0) as second:
         first.charge(Price(60, 6.0))
         assert (admission.flops, admission.seconds) == (60, 6.0)
         with pytest.raises(Refusal, match="60 FLOPs, and this one 41") as caught:
@@ -65,7 +72,7 @@ def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
             second.charge(Price(40, 4.1))
         second.charge(Price(40, 4.0))
     assert (admission.flops, admission.seconds) == (0, 0)
-    with admission.permit(0) as alone:
+    with Entered(admission, 0) as alone:
         alone.charge(Price(1000, 100.0))
 
 
@@ -74,7 +81,7 @@ def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(mon
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     admission = Admission(Settings())
     waits = {"first": None, "second": 998.0}
-    with admission.permit(0, None, lambda: waits["first"]), admission.permit(0, None, lambda: waits["second"]):
+    with Entered(admission, 0, None, lambda: waits["first"]), Entered(admission, 0, None, lambda: waits["second"]):
         assert admission.oldest_seconds == 2
         waits["first"] = 993.0
         assert admission.oldest_seconds == 7
@@ -84,7 +91,7 @@ def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(mon
 
 
 def test_alone_a_request_of_any_size_is_let_in():
-    with Admission(Settings(queue_bytes=100)).permit(1000):
+    with Entered(Admission(Settings(queue_bytes=100)), 1000):
         pass
 
 
@@ -110,13 +117,13 @@ def test_stored_ds_counts_while_it_is_on():
     """A gradient on `triton` needs the workspace beside its tensors, once, and in chunks of a smaller setting less."""
     shape = (1, 2, 1024, 64)
     infos = dict.fromkeys(("q", "k", "v", "do"), TensorInfo("bfloat16", shape))
-    call = CheckedCall.of("plain", "backward", Options(backend="triton"))
+    call = message_of(infos, Options(backend="triton"), "backward")
     tensors, of_head = 7 * 2 * 2 * 1024 * 64, 2 * 1024 * 1024
-    assert plan(infos, call.options, "backward").footprint == tensors
+    assert plan(infos, call.checked, "backward").footprint == tensors
 
     def chosen(memory, **settings):
         gpu = DeviceInfo("cuda:0", "a GPU", memory, ("triton", "tiled", "reference"), 1e12, NOMINAL)
-        return Plans(Settings(**settings)).of(tuple(infos.items()), call, gpu).backend
+        return Plans(Settings(**settings)).of(call, gpu).backend
 
     assert chosen(tensors) == "triton"
     assert chosen(tensors + 2 * of_head, store_ds=True) == "triton"
@@ -149,11 +156,11 @@ def test_limits_hold_over_all_processes_together():
     memory = NamedMemory()
     limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
     (one, counts), (two, _), (three, _) = (shared(memory, n, **limits) for n in range(3))
-    with one.permit(60) as first, two.permit(30) as second:
+    with Entered(one, 60) as first, Entered(two, 30) as second:
         with pytest.raises(Refusal, match="hold 90 bytes, and this one needs 11"):
-            three.permit(11)
-        with three.permit(10), pytest.raises(Refusal, match="3 requests"):
-            one.permit(0)
+            Entered(three, 11)
+        with Entered(three, 10), pytest.raises(Refusal, match="3 requests"):
+            Entered(one, 0)
         first.charge(Price(60, 6.0))
         with pytest.raises(Refusal, match="60 FLOPs, and this one 41"):
             second.charge(Price(41, 0.0))
@@ -163,7 +170,7 @@ def test_limits_hold_over_all_processes_together():
         assert totals(counts) == (2, 90, 100, 10)
         assert (two.requests, two.bytes, two.flops, two.seconds) == (1, 30, 40, 4.0)
     assert totals(counts) == (0, 0, 0, 0)
-    with three.permit(1000) as alone:
+    with Entered(three, 1000) as alone:
         alone.charge(Price(1000, 100.0))
 
 
@@ -174,8 +181,8 @@ def test_what_a_process_that_died_had_inside_counts_no_more():
     spent = [Spent("alice", WorkerGroup(memory, n)) for n in range(2)]
     for number in range(2):
         spent[number].inside[number] = 3
-    one.permit(60).charge(Price(7, 1.0))
-    two.permit(40)
+    Entered(one, 60).charge(Price(7, 1.0))
+    Entered(two, 40)
     clear(memory, 0)
     assert totals(counts) == (1, 40, 0, 0)
     assert list(spent[1].inside[:3]) == [0, 3, 0]
@@ -197,8 +204,8 @@ def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once()
     with ExitStack() as inside:
         # FEW requests are admitted whatever their predicted wait is: an engine without work cannot measure its speed.
         for _ in range(FEW):
-            inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
-        one = inside.enter_context(admission.permit(0))
+            inside.enter_context(Entered(admission, 0)).charge(Price(0, 10.0), NOW + 1, 1.0)
+        one = inside.enter_context(Entered(admission, 0))
         wait = FEW * 10
         message = rf"take {wait} s, and the deadline of this one is in {2 * wait - 1} s"
         with pytest.raises(Refusal, match=message) as caught:
@@ -212,8 +219,8 @@ def test_a_request_that_does_not_wait_for_others_is_let_in():
     admission = Admission(Settings())
     with ExitStack() as inside:
         for _ in range(FEW):
-            inside.enter_context(admission.permit(0)).charge(Price(0, 10.0))
-        small = inside.enter_context(admission.permit(0))
+            inside.enter_context(Entered(admission, 0)).charge(Price(0, 10.0))
+        small = inside.enter_context(Entered(admission, 0))
         small.charge(Price(0, 0.01), NOW + 1, 1.0)  # it runs before the large requests
         small.charge(Price(0, 10.0), None, 1.0)  # a request without a deadline may wait
         small.charge(Price(0, 10.0), NOW + 1, 0.0)  # the engine's speed is unknown (0.0): no wait is predicted

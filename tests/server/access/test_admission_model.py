@@ -18,6 +18,7 @@ from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
+from tests.support.admitted import Entered
 
 # All numbers are multiples of powers of two, so that sums are exact in any order.
 QUEUE = {"queue_limit": 5, "queue_bytes": 64, "queue_flops": 64, "queue_seconds": 16}
@@ -83,7 +84,7 @@ class Admitting(RuleBasedStateMachine):
         elif key and (sum(bool(one.key) for one in self.inside) >= CONCURRENT or self.empty("bytes")):
             expected = "key_limit"
         quota = self.quotas[process] if key else None
-        permit = self.agrees(expected, self.processes[process].permit, nbytes, quota)
+        permit = self.agrees(expected, Entered, self.processes[process], nbytes, quota)
         if permit is not None:
             if key:
                 self.pay("bytes", nbytes)

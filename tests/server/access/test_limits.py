@@ -17,6 +17,7 @@ from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
+from tests.support.admitted import Entered
 
 
 def quota(shared=WorkerGroup(), **limits):  # noqa: B008
@@ -56,7 +57,7 @@ def test_requests_by_the_second(clock):
 
 def test_a_big_request_is_let_in_and_paid_for_by_the_next(clock):
     limited = quota(bytes_per_second=1000, flops_per_second=10, compute_seconds_per_second=0.1)
-    with Admission(Settings()).permit(60_000, limited) as permit:
+    with Entered(Admission(Settings()), 60_000, limited) as permit:
         permit.charge(Price(5, 0.0))
         assert refused(limited.enter, 1) == 59
         permit.charge(Price(25, 0.0))
@@ -68,7 +69,7 @@ def test_a_big_request_is_let_in_and_paid_for_by_the_next(clock):
 
 def test_computing_is_limited_in_predicted_seconds_and_what_was_not_needed_is_given_back(clock):
     limited = quota(compute_seconds_per_second=0.5)
-    with Admission(Settings()).permit(0, limited) as permit:
+    with Entered(Admission(Settings()), 0, limited) as permit:
         permit.charge(Price(10, 30.0))
         # 30 s of computing at a rate of 0.5 take 60 s to refill. The key is refused until only BURST, 1 s, is left.
         assert refused(permit.charge, Price(1, 0.1)) == 59
@@ -82,7 +83,7 @@ def test_what_a_call_needed_beyond_its_price_counts_in_full_after_an_idle_time(c
     limited = quota(flops_per_second=10, compute_seconds_per_second=0.5)
     for idle in (0, 1000):
         clock.now += idle
-        with Admission(Settings()).permit(0, limited) as permit:
+        with Entered(Admission(Settings()), 0, limited) as permit:
             permit.charge(Price(0, 0.0))
             permit.settle(Price(100, 30.0))
             assert refused(permit.charge, Price(1, 0.1)) == 9  # 10 s at this rate, but for BURST
@@ -92,7 +93,7 @@ def test_what_a_call_needed_beyond_its_price_counts_in_full_after_an_idle_time(c
 
 def test_a_price_that_one_limit_refuses_is_not_charged_to_the_other(clock):
     limited = quota(flops_per_second=10, compute_seconds_per_second=0.1)
-    with Admission(Settings()).permit(0, limited) as permit:
+    with Entered(Admission(Settings()), 0, limited) as permit:
         permit.charge(Price(5, 30.0))
         refused(permit.charge, Price(25, 0.1))
         permit.correct(Price(5, 0.0))
@@ -101,18 +102,18 @@ def test_a_price_that_one_limit_refuses_is_not_charged_to_the_other(clock):
 
 def test_requests_at_once_are_counted_until_they_have_left():
     limited, admission = quota(concurrent=2), Admission(Settings())
-    with admission.permit(1, limited):
-        with admission.permit(1, limited):
-            assert refused(admission.permit, 1, limited) == 1
+    with Entered(admission, 1, limited):
+        with Entered(admission, 1, limited):
+            assert refused(Entered, admission, 1, limited) == 1
             assert (admission.requests, admission.bytes) == (2, 2)
-        with admission.permit(1, limited):
+        with Entered(admission, 1, limited):
             pass
 
 
 def test_what_the_queue_refuses_costs_the_key_nothing():
     limited, admission = quota(bytes_per_second=1), Admission(Settings(queue_limit=1))
-    with admission.permit(1), pytest.raises(Refusal, match="queue is full"):
-        admission.permit(1000, limited)
+    with Entered(admission, 1), pytest.raises(Refusal, match="queue is full"):
+        Entered(admission, 1000, limited)
     limited.enter(1)
 
 
@@ -126,6 +127,7 @@ from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.access.limits import Quota, Spent
 from flashpoint_server.refusal import Refusal
+from tests.support.admitted import Entered
 # nothing comes back, and nobody waits too long for the lock
 limits.time = SimpleNamespace(**vars(time) | {"monotonic": lambda: 1000.0})
 entry = KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=0.5, flops_per_second=1 << 14)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from flashpoint_server.exchange import HTTP_ALONE, REPLICA_FIELD, Exchange
+from flashpoint_server.http.request import HTTP_ALONE, REPLICA_FIELD, Request
 from tests.support.messages import JSON, ask, post, reply, small
 from tests.support.raw_http import one, talk
 from tests.support.sockets import connect
@@ -53,8 +53,8 @@ def test_answers_that_are_sent_in_other_ways_have_the_fields(server, strict):
 
 
 def test_a_replica_is_named_and_only_a_field_of_the_answer_itself_replaces_no_store():
-    exchange = Exchange("GET", "/", {}, "an-id", replica="a")
-    plain = dict(exchange.answer_fields([(b"x", b"y")]))
+    request = Request("GET", "/", {}, "an-id", replica="a")
+    plain = dict(request.answer_fields([(b"x", b"y")]))
     assert plain[REPLICA_FIELD.encode()] == b"a"
     assert {plain[name.encode()] for name in HTTP_ALONE} == {b"no-store", b"nosniff"}
-    assert dict(exchange.answer_fields([(b"cache-control", b"no-cache")]))[b"cache-control"] == b"no-cache"
+    assert dict(request.answer_fields([(b"cache-control", b"no-cache")]))[b"cache-control"] == b"no-cache"

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.origin_policy import OriginPolicy
+from flashpoint_server.http.request import Request
 from flashpoint_server.refusal import Refusal
 from tests.support.messages import SAFETENSORS, ask, problem, read_metrics, small
 from tests.support.raw_http import get, one, post, talk
@@ -20,7 +20,7 @@ def answer(sites, host=None, method="POST", path="/attention", **fields):
     """Return the error code if the policy refuses a request with this Host and these fields, or None."""
     headers = {name.replace("_", "-"): value for name, value in fields.items()}
     try:
-        sites.check(Exchange(method, path, headers | ({"host": host} if host else {}), "id"), HERE)
+        sites.check(Request(method, path, headers | ({"host": host} if host else {}), "id"), HERE)
     except Refusal as refusal:
         return refusal.code
     return None
@@ -64,7 +64,7 @@ def test_allowed_hosts(only_loopback):
 
 def test_the_address_of_an_ipv4_connection_to_a_socket_of_ipv6_is_allowed():
     sites = OriginPolicy(("a.example",), ())
-    sites.check(Exchange("GET", "/health", {"host": f"{HERE}:8000"}, "id"), f"::ffff:{HERE}")
+    sites.check(Request("GET", "/health", {"host": f"{HERE}:8000"}, "id"), f"::ffff:{HERE}")
 
 
 def test_any_host():

@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 
 import flashpoint
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import Request
 from flashpoint_server.observability import traces
 from tests.support.messages import ask, message, normal, post
 from tests.support.servers import wait_for
@@ -124,11 +124,11 @@ def test_opentelemetrys_variables_apply_and_what_was_not_sent_is_sent_when_the_s
 
 ONE_REQUEST = """
 import sys
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import Request
 from flashpoint_server.observability.traces import Traces
 
 traces = Traces(sys.argv[1])
-traces.request(Exchange("POST", "/attention", {"traceparent": sys.argv[2]}, sys.argv[3], status=200), "/attention")
+traces.request(Request("POST", "/attention", {"traceparent": sys.argv[2]}, sys.argv[3], status=200), "/attention", 0.0)
 traces.close()
 """
 
@@ -162,7 +162,7 @@ def test_spans_follow_a_step_of_the_system_clock(receiver, monkeypatch):
     ids = [os.urandom(16).hex() for _ in range(2)]
     for trace in ids:
         fields = {"traceparent": f"00-{trace}-{1:016x}-01"}
-        exporting.request(Exchange("POST", "/attention", fields, "stepped", status=200), "/attention")
+        exporting.request(Request("POST", "/attention", fields, "stepped", status=200), "/attention", 0.0)
         step = 5 * hour
     exporting.close()
     before, after = (receiver.wait("POST /attention", trace)[0].start_time_unix_nano for trace in ids)
@@ -178,7 +178,7 @@ def test_a_collector_that_never_answers_holds_the_end_of_a_server_for_three_seco
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         exporting = traces.Traces(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
-        exporting.request(Exchange("POST", "/attention", {}, "lost", status=200), "/attention")
+        exporting.request(Request("POST", "/attention", {}, "lost", status=200), "/attention", 0.0)
         monkeypatch.setattr(traces, "threading", SimpleNamespace(Thread=Thread))
         exporting.close()
     assert waits == [3]

@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from prometheus_client import CollectorRegistry
 
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import Request
 from flashpoint_server.oip.infer import Counted
 from flashpoint_server.oip.statistics import Statistics, model_stats
 from tests.support.oip.message import call, infer
@@ -73,10 +73,10 @@ def test_an_answer_that_was_not_read_to_its_end_is_no_success(status, code, how)
     registry = CollectorRegistry()
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    exchange = Exchange.open(scope)
+    request = Request.open(scope)
 
     async def app(scope, receive, send):
-        exchange.status, exchange.code = status, code
+        request.status, request.code = status, code
 
     asyncio.run(Counted(app, Statistics(registry), "attention")(scope, None, None))
     stats = model_stats("attention", "1", registry.collect())["inference_stats"]

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.request import Request
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import deadline_of, reply, submit, write
 from tests.support.constant_answers import given_up, wide
@@ -55,7 +55,7 @@ def test_a_deadline_is_the_callers_up_to_the_longest_and_else_the_servers(asked,
 def test_an_answer_that_is_ready_after_its_deadline_is_refused():
     """The deadline may pass while an answer is encoded, after the engine has computed it in time."""
     with pytest.raises(Refusal) as refused:
-        asyncio.run(write(SimpleNamespace(), SimpleNamespace(late=True), [], {}))
+        asyncio.run(write(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(late=True), [], {}))
     assert refused.value.code == "deadline_exceeded"
 
 
@@ -68,10 +68,10 @@ def test_a_large_answer_may_take_as_long_as_the_slowest_rate_needs():
             return True
 
     direct, settings = Direct(), Settings(body_timeout=3, body_rate=1000)
-    body, service = SimpleNamespace(direct=direct), SimpleNamespace(settings=settings)
-    request = SimpleNamespace(exchange=Exchange("POST", "/", {}, "one"), body=body, service=service)
-    asyncio.run(reply(request, [bytes(4000), bytes(1000)], {}))
-    assert (direct.patience, request.exchange.bytes_out) == (3 + 5, 5000)
+    request = Request("POST", "/", {}, "one")
+    request.body = SimpleNamespace(direct=direct)
+    asyncio.run(reply(SimpleNamespace(settings=settings), request, [bytes(4000), bytes(1000)], {}))
+    assert (direct.patience, request.bytes_out) == (3 + 5, 5000)
 
 
 KEY = {"authorization": "Bearer all"}
@@ -196,9 +196,14 @@ def test_what_an_engine_answered_is_not_kept_until_the_deadline():
         answer.set_result(None)
         body = SimpleNamespace(complete=True, deadline=None, watching=lambda gone: contextlib.nullcontext())
         engine = SimpleNamespace(submit=lambda job: answer)
-        exchange, service = SimpleNamespace(request_id=""), SimpleNamespace(engine=engine)
-        request = SimpleNamespace(body=body, service=service, exchange=exchange, priority=0)
-        await submit(request, SimpleNamespace(remaining=lambda: 3600.0, ask=lambda *_: None), None, None)
+        request = SimpleNamespace(body=body, request_id="", priority=0)
+        await submit(
+            SimpleNamespace(engine=engine),
+            request,
+            SimpleNamespace(remaining=lambda: 3600.0, ask=lambda *_: None),
+            None,
+            None,
+        )
         return weakref.ref(answer)
 
     async def run():

@@ -13,22 +13,25 @@ from typing import NamedTuple
 
 from starlette.types import Receive, Scope
 
+from flashpoint_contract.options import Direction
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.http.body import ClientGoneError, RequestBody, copy
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.grpc.answer import encode
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold
 from flashpoint_server.oip.grpc.framing import split
-from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, ParsedRequest, parse
+from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, parse
 from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.message import InferMessage
-from flashpoint_server.oip.models import find
+from flashpoint_server.oip.models import Model, find
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.plan import Plan, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
-from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, earlier, write
+from flashpoint_server.routes.pipeline import authorize, begin, carry_out, earlier, write
+from flashpoint_server.service import Service
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
@@ -96,9 +99,15 @@ class _GrpcMessage(InferMessage):
     """A ModelInferRequest of `size` bytes, which `hold` counts. `tensors` are views of the tensors' bytes in it."""
 
     def __init__(
-        self, head: InferHead, regions: Regions, owner: str, tensors: list[memoryview], size: int, hold: Hold
+        self,
+        head: InferHead,
+        regions: Regions,
+        direction: Direction,
+        tensors: list[memoryview],
+        size: int,
+        hold: Hold,
     ) -> None:
-        super().__init__(head, regions, owner)
+        super().__init__(head, regions, hold.owner, direction)
         self._tensors = tensors
         self._size = size
         self._hold = hold
@@ -114,7 +123,7 @@ class _GrpcMessage(InferMessage):
         self._hold.add(2 * plan.spec.output_bytes)
         return super().numbers(plan)
 
-    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
+    async def receive(self, request: Request, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors into `places`, and release the message."""
         await self.fill(places)
         for given, tensor in zip(self.following, self._tensors, strict=True):
@@ -124,36 +133,34 @@ class _GrpcMessage(InferMessage):
         self._hold.drop(self._size)
 
 
-async def infer_grpc(request: RouteRequest, statistics: Statistics) -> None:
+async def infer_grpc(service: Service, request: Request, statistics: Statistics) -> None:
     """Answer a ModelInfer call. Raises Refusal and ClientGoneError."""
     body = request.body
     assert isinstance(body, MessageBody)
     try:
-        await _infer(request, body, statistics)
+        await _infer(service, request, body, statistics)
     except asyncio.CancelledError:  # cancelled by the caller, or by gRPC after the deadline
         raise (out_of_time() if time.monotonic() >= body.incoming.nearly else ClientGoneError()) from None
 
 
-async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistics) -> None:
-    service = request.service
-    caller = authorize(request, "attention")
-    begin(request)
+async def _infer(service: Service, request: Request, body: MessageBody, statistics: Statistics) -> None:
+    caller = authorize(service, request, "attention")
+    begin(service, request)
     body.deadline = earlier(body.deadline, body.incoming.deadline)
     body.incoming.hold.owner = caller.name
-    parsed, message = await _read(request, body)
-    model, head = find(parsed.model, parsed.version), parsed.head
-    request.exchange.facts["model"] = model.name
+    message, model = await _read(service, request, body)
+    head = message.head
     body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
-    job = await compute(request, message, model.direction, message.numbers)
-    parts = await encode(model.name, head, request.plan, job, body, service.codec)
-    stages = await write(request, job, parts, {})
+    plan = service.plans.of(message, request.device)
+    job = await carry_out(service, request, message, plan, message.numbers, plan.price)
+    parts = await encode(model.name, head, plan, job, body, service.codec)
+    stages = await write(service, request, job, parts, {})
     statistics.computed(model.name, job.done.batch_size, stages)
 
 
-async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest, InferMessage]:
-    """Return the parsed request, and the InferMessage with its tensors. Raises Refusal 400, 413 and 422."""
-    service = request.service
+async def _read(service: Service, request: Request, body: MessageBody) -> tuple[InferMessage, Model]:
+    """Return the InferMessage with its tensors, and the model that it names. Raises Refusal 400, 404, 413 and 422."""
     message = await body.read()
     with refuse_invalid():
         text, tensors = split(message, RAW_INPUTS)
@@ -163,4 +170,6 @@ async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest
         short = len(text) <= _SHORT
         parsed = _parse_again(text, sizes) if short else await service.codec.parse(body, parse, text, sizes)
     hold = body.incoming.hold
-    return parsed, _GrpcMessage(parsed.head, service.regions, hold.owner, tensors, len(message), hold)
+    model = find(parsed.model, parsed.version)
+    request.facts["model"] = model.name
+    return _GrpcMessage(parsed.head, service.regions, model.direction, tensors, len(message), hold), model

@@ -19,8 +19,8 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp, Message
 
-from flashpoint_server.exchange import HTTP_ALONE, Exchange
 from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.http.request import HTTP_ALONE, request_of
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
 from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, MessageBody, infer_grpc
@@ -114,7 +114,7 @@ class RpcServer:
             maximum_concurrent_rpcs=settings.queue_limit + SMALL_CALLS,
         )
         route = Counted(Route(service, partial(infer_grpc, statistics=statistics), MessageBody), statistics)
-        infer = _infer(Envelope(route, {PATH}, service.metrics, service.traces), memory)
+        infer = _infer(Envelope(route, {PATH}, service.ended), memory)
         for name, methods in METHODS.items():
             classes = protos.methods(name)
             behaviours = {
@@ -269,11 +269,11 @@ async def _ask(
         "extensions": {EXTENSION: extension},
     }
     await app(scope, receive, send)
-    exchange = Exchange.of(scope)
+    request = request_of(scope)
     if not begun:  # the application sent nothing
         raise asyncio.CancelledError
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in begun["headers"]}
-    return RpcReply(begun["status"], fields, b"".join(parts), exchange.code)
+    return RpcReply(begun["status"], fields, b"".join(parts), request.code)
 
 
 async def _answered(reply: RpcReply, context: Any) -> bytes:

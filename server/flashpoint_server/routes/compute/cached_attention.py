@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flashpoint_contract.caches import ID_LENGTH, CacheOptions, LayerShape, key_weights_info
 from flashpoint_contract.options import NAME
@@ -12,6 +13,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import TensorMessage
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.bodies import CacheCall, CacheRef, LookAtCaches, encode, with_shapes
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.price import LITTLE
@@ -20,24 +22,23 @@ from flashpoint_server.plan import Plan
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
     Numbers,
-    RouteRequest,
     admit,
     carry_out,
     idempotency_key,
     stage,
     submit,
 )
+from flashpoint_server.service import Service
 
 REMEMBERED = 1 << 16  # maximum number of caches whose lengths are stored, to estimate the costs of later calls
 
 
-async def compute_cached(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Job:
+async def compute_cached(service: Service, request: Request, message: TensorMessage, numbers: Numbers) -> Job:
     """Compute a call of attention over caches: plan, admit, stage and submit it. Raises Refusal and ClientGoneError."""
-    service, call = request.service, message.call("forward")
-    set_replica_header(request)
-    cache_options = call.caches
+    set_replica_header(service, request)
+    cache_options, options, seed = message.caches, None, message.seed
     assert cache_options is not None
-    ids = await found_caches(request, cache_options.caches)
+    ids = await found_caches(service, request, cache_options.caches)
     layer = _layer(cache_options, ids)
     writes = "k" in dict(message.inputs)
     if writes and len(cache_options.caches) > 1 and len(set(cache_options.caches)) < len(cache_options.caches):
@@ -45,9 +46,9 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
     if cache_options.at is not None and not writes:
         raise invalid([("at", "needs k and v: it says where they are written")])
     key = idempotency_key(request) if writes else ""
-    if key and call.options.dropout_p and call.seed is None:
-        call = call.seeded(_seed_of(key, cache_options))
-    plan = service.plans.of(message.inputs, call, request.device, layer)
+    if key and message.checked.dropout_p and seed is None:
+        options, seed = replace(message.checked, dropout_seed=0), _seed_of(key, cache_options)
+    plan = service.plans.of(message, request.device, layer, options)
     rates = plan.rates
     assert rates is not None
     known = [service.cache_lengths.get(one.serial, (0, 0)) for one in ids]
@@ -60,14 +61,16 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
         key=key,
         quota=cache_quota(request),
         left=plan.left,
-        asked=encode(call.options) if key else b"",
+        asked=encode(options or message.checked) if key else b"",
     )
-    if call.options.return_key_weights:
-        plan = await _with_key_weights(request, message, plan, cache_options, ids)
+    if message.checked.return_key_weights:
+        plan = await _with_key_weights(service, request, message, plan, cache_options, ids)
     engine = ids[0].incarnation
-    job = await carry_out(request, message, plan, call, numbers, price, cache_ref=cache_ref, incarnation=engine)
+    job = await carry_out(
+        service, request, message, plan, numbers, price, seed=seed, cache_ref=cache_ref, incarnation=engine
+    )
     lengths: list[int] = job.done.metadata["lengths"]
-    if call.options.return_key_weights:
+    if message.checked.return_key_weights:
         request.plan = _cut(plan, job, max(lengths))
     reads: list[int] = job.done.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
@@ -75,13 +78,17 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
         service.cache_lengths.move_to_end(one.serial)
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
-    assert request.permit is not None  # set by `carry_out`
-    request.permit.settle(rates.price(lengths, sum(reads)))
+    service.admission.settle(request, rates.price(lengths, sum(reads)))
     return job
 
 
 async def _with_key_weights(
-    request: RouteRequest, message: TensorMessage, plan: Plan, cache_options: CacheOptions, ids: Sequence[CacheId]
+    service: Service,
+    request: Request,
+    message: TensorMessage,
+    plan: Plan,
+    cache_options: CacheOptions,
+    ids: Sequence[CacheId],
 ) -> Plan:
     """Return the plan of one call that returns key weights, with memory for all keys, which it reserves.
 
@@ -89,21 +96,20 @@ async def _with_key_weights(
     """
     spec, outputs = plan.spec, dict(plan.spec.outputs)
     del outputs["key_weights"]
-    if request.permit is None:
-        admit(request, Layout.of(message.inputs, outputs).nbytes)
-    ends = cache_options.at or await _lengths(request, ids, cache_options.layer)
+    if not request.inside:
+        admit(service, request, Layout.of(message.inputs, outputs).nbytes)
+    ends = cache_options.at or await _lengths(service, request, ids, cache_options.layer)
     new = spec.q_len if "k" in dict(message.inputs) else 0
     outputs["key_weights"] = key_weights_info(spec, max(ends) + new)
-    assert request.permit is not None
-    request.permit.hold(outputs["key_weights"].nbytes)
+    service.admission.hold(request, outputs["key_weights"].nbytes)
     answers = {name: outputs[name] for name in plan.answers}
     return plan.placed(Layout.of(message.inputs, outputs))._replace(answers=answers)
 
 
-async def _lengths(request: RouteRequest, ids: Sequence[CacheId], layer: int) -> list[int]:
+async def _lengths(service: Service, request: Request, ids: Sequence[CacheId], layer: int) -> list[int]:
     """Return the present lengths of a layer of caches. Raises Refusal and ClientGoneError."""
     look = CacheCall(request.caller.name, LookAtCaches(), tuple([one.serial for one in ids]))
-    job = await submit(request, stage(request, Layout.of([], {})), look, LITTLE, ids[0].incarnation)
+    job = await submit(service, request, stage(service, request, Layout.of([], {})), look, LITTLE, ids[0].incarnation)
     return [one.lengths[layer] for one in job.caches]
 
 
@@ -132,22 +138,24 @@ def _seed_of(key: str, cache_options: CacheOptions) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
-def set_replica_header(request: RouteRequest) -> None:
+def set_replica_header(service: Service, request: Request) -> None:
     """Set the answer's X-Flashpoint-Replica to the request's value if it is valid, else to this replica's name.
 
     Load balancers route by the field, so a caller must get the value back that led to this replica.
     """
     sent = request.headers.get("x-flashpoint-replica", "")
-    request.exchange.replica = sent if NAME.fullmatch(sent) else request.service.cache_ids.replica
+    request.replica = sent if NAME.fullmatch(sent) else service.cache_ids.replica
 
 
-async def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
+async def found_caches(
+    service: Service, request: Request, texts: Sequence[str], fields: Sequence[str] = ()
+) -> list[CacheId]:
     """Return the decoded ids of caches, which must all be on one engine of this replica.
 
     Errors name a cache by its entry in `fields`; without `fields`, as `caches.0`, `caches.1` and so on. Raises Refusal
     404, 410, 421, 422 and 503.
     """
-    service, owner = request.service, request.caller.name
+    owner = request.caller.name
     ids: list[CacheId | None] = []
     async for some in in_turns(texts):
         ids += [service.cache_ids.read(owner, text) if len(text) <= ID_LENGTH else None for text in some]
@@ -171,18 +179,18 @@ async def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequ
     if errors:
         code, _, detail = errors[0][1].partition(": ")
         if code == "cache_elsewhere":
-            request.exchange.replica = next(one.replica for one in known if one.replica != own_replica)
+            request.replica = next(one.replica for one in known if one.replica != own_replica)
         raise Refusal(code, detail, errors=errors)
     if len({one.incarnation for one in known}) > 1:
         raise invalid([("caches", "are on different engines: create them with one call, with `beside`, or by a fork")])
     return known
 
 
-def cache_count(request: RouteRequest) -> int | None:
+def cache_count(request: Request) -> int | None:
     """Return the maximum number of the caller's caches and saved forwards; None without a quota."""
     return None if request.caller.quota is None else request.caller.quota.cache_count
 
 
-def cache_quota(request: RouteRequest) -> int | None:
+def cache_quota(request: Request) -> int | None:
     """Return the caller's limit in bytes for its caches and saved forwards; None without a quota."""
     return None if request.caller.quota is None else request.caller.quota.cache_bytes

@@ -21,6 +21,7 @@ from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
 from flashpoint_server.formats.codec import in_turns
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import binary_format, check_json, request_format
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc import bodies
 from flashpoint_server.ipc.bodies import CacheCall, CacheOperation, CacheShape
 from flashpoint_server.ipc.job import Job
@@ -37,7 +38,6 @@ from flashpoint_server.routes.compute.cached_attention import (
 from flashpoint_server.routes.pipeline import (
     Handler,
     Route,
-    RouteRequest,
     admit,
     authorize,
     begin,
@@ -79,17 +79,17 @@ def route(service: Service, method: str, path: str, handle: Handler) -> Starlett
     return StarletteRoute(path, Route(service, partial(_served, handle=handle)), methods=[method])
 
 
-async def _served(request: RouteRequest, handle: Handler) -> None:
-    authorize(request, "attention")
-    if not request.service.settings.cache_bytes:
+async def _served(service: Service, request: Request, handle: Handler) -> None:
+    authorize(service, request, "attention")
+    if not service.settings.cache_bytes:
         raise Refusal("not_found", "this server has no caches and saved forwards: --cache-bytes is 0")
-    set_replica_header(request)
-    begin(request)
-    await handle(request)
+    set_replica_header(service, request)
+    begin(service, request)
+    await handle(service, request)
 
 
-async def create(request: RouteRequest) -> None:
-    cache_request = await _read(request, CacheRequest)
+async def create(service: Service, request: Request) -> None:
+    cache_request = await _read(service, request, CacheRequest)
     n = cache_request.layers
     kv_heads, head_dim = _each("kv_heads", cache_request.kv_heads, n), _each("head_dim", cache_request.head_dim, n)
     value_dim = head_dim if cache_request.value_dim is None else _each("value_dim", cache_request.value_dim, n)
@@ -99,35 +99,35 @@ async def create(request: RouteRequest) -> None:
     shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), cache_request.dtype)
     keep, beside, number = _each("keep", cache_request.keep, n), cache_request.beside, None
     if beside is not None:
-        (neighbour,) = await found_caches(request, [beside], ["beside"])
+        (neighbour,) = await found_caches(service, request, [beside], ["beside"])
         incarnation, number = neighbour.incarnation, neighbour.serial
     else:
-        incarnation = _engine_for(request)
+        incarnation = _engine_for(service, request)
     made = bodies.CreateCaches(shape, cache_request.count, cache_request.max_length, keep, cache_request.ttl_s, number)
-    records = await _ask(request, incarnation, made)
-    await send_list(request, 201, "caches", await _described(request, incarnation, records))
+    records = await _ask(service, request, incarnation, made)
+    await send_list(request, 201, "caches", await _described(service, request, incarnation, records))
 
 
-async def listed(request: RouteRequest) -> None:
+async def listed(service: Service, request: Request) -> None:
     """Answer with a page of the caller's caches: engine by engine, each in the order of creation."""
     limit, start, after = page_of(request)
     every: list[dict[str, Any]] = []
-    for incarnation in sorted(request.service.engine.incarnations()):
+    for incarnation in sorted(service.engine.incarnations()):
         if incarnation < start:
             continue
         page = bodies.ListCaches(after if incarnation == start else 0, limit + 1 - len(every))
-        records = await _ask(request, incarnation, page)
+        records = await _ask(service, request, incarnation, page)
         if len(records) == page.limit:  # there is one more than the page has
             records = records[:-1]
-            every += await _described(request, incarnation, records)
+            every += await _described(service, request, incarnation, records)
             last = incarnation, records[-1].serial if records else page.after
             await send_list(request, 200, "caches", every, next=f"{last[0]}-{last[1]}")
             return
-        every += await _described(request, incarnation, records)
+        every += await _described(service, request, incarnation, records)
     await send_list(request, 200, "caches", every)
 
 
-def page_of(request: RouteRequest) -> tuple[int, int, int]:
+def page_of(request: Request) -> tuple[int, int, int]:
     """Return `limit`, and the engine and the serial in `after`, of a query for a page of a list. Raises Refusal 422."""
     given = parse_qs(request.query, keep_blank_values=True)
     if unknown := [name for name in given if name not in ("limit", "after")]:
@@ -140,22 +140,24 @@ def page_of(request: RouteRequest) -> tuple[int, int, int]:
     return int(limit), int(place[1]), int(place[2])
 
 
-async def look(request: RouteRequest) -> None:
-    await send_json(request, 200, await _ask_about(request, await _named(request), bodies.LookAtCaches()))
+async def look(service: Service, request: Request) -> None:
+    await send_json(
+        request, 200, await _ask_about(service, request, await _named(service, request), bodies.LookAtCaches())
+    )
 
 
-async def fork(request: RouteRequest) -> None:
-    fork_request = await _read(request, ForkRequest)
+async def fork(service: Service, request: Request) -> None:
+    fork_request = await _read(service, request, ForkRequest)
     if fork_request.lengths is not None and len(fork_request.lengths) != len(fork_request.caches):
         raise invalid([("lengths", f"has {len(fork_request.lengths)} numbers for {len(fork_request.caches)} caches")])
     fields = [f"{name}.{n}" for name in ("caches", "free") for n in range(len(getattr(fork_request, name)))]
-    ids = await found_caches(request, [*fork_request.caches, *fork_request.free], fields)
+    ids = await found_caches(service, request, [*fork_request.caches, *fork_request.free], fields)
     _check_made("caches", sum(one.shape.layers for one in ids[: len(fork_request.caches)]))
     unique = {one.serial: one for one in ids}
     places = {serial: place for place, serial in enumerate(unique)}
     copies = bodies.ForkCaches([places[one.serial] for one in ids], len(fork_request.caches), fork_request.lengths)
-    records = await _ask(request, ids[0].incarnation, copies, list(unique.values()))
-    await send_list(request, 201, "caches", await _described(request, ids[0].incarnation, records))
+    records = await _ask(service, request, ids[0].incarnation, copies, list(unique.values()))
+    await send_list(request, 201, "caches", await _described(service, request, ids[0].incarnation, records))
 
 
 def _check_made(field: str, layers: int) -> None:
@@ -164,35 +166,37 @@ def _check_made(field: str, layers: int) -> None:
         raise invalid([(field, f"the new caches have {layers} layers, over the limit of {MOST_MADE} for one call")])
 
 
-async def delete(request: RouteRequest) -> None:
-    one = await _named(request)
-    await _ask(request, one.incarnation, bodies.DeleteCaches(), [one])
+async def delete(service: Service, request: Request) -> None:
+    one = await _named(service, request)
+    await _ask(service, request, one.incarnation, bodies.DeleteCaches(), [one])
     await send_json(request, 204)
 
 
-async def delete_many(request: RouteRequest) -> None:
-    delete_request = await _read(request, DeleteRequest)
-    ids = await found_caches(request, delete_request.caches)
-    await _ask(request, ids[0].incarnation, bodies.DeleteCaches(), ids)
+async def delete_many(service: Service, request: Request) -> None:
+    delete_request = await _read(service, request, DeleteRequest)
+    ids = await found_caches(service, request, delete_request.caches)
+    await _ask(service, request, ids[0].incarnation, bodies.DeleteCaches(), ids)
     await send_json(request, 204)
 
 
-async def truncate(request: RouteRequest) -> None:
-    one = await _named(request)
-    truncate_request = await _read(request, TruncateRequest)
-    await send_json(request, 200, await _ask_about(request, one, bodies.TruncateCache(truncate_request.length)))
+async def truncate(service: Service, request: Request) -> None:
+    one = await _named(service, request)
+    truncate_request = await _read(service, request, TruncateRequest)
+    await send_json(
+        request, 200, await _ask_about(service, request, one, bodies.TruncateCache(truncate_request.length))
+    )
 
 
-async def renew(request: RouteRequest) -> None:
-    document = await _ask_about(request, await _named(request), bodies.RenewCaches())
+async def renew(service: Service, request: Request) -> None:
+    document = await _ask_about(service, request, await _named(service, request), bodies.RenewCaches())
     await send_json(request, 200, document | {"expires_in_s": document["ttl_s"]})
 
 
-async def append(request: RouteRequest) -> None:
+async def append(service: Service, request: Request) -> None:
     """Append tokens to a layer, and answer with the layer's new length."""
-    one = await _named(request)
+    one = await _named(service, request)
     given = request_format(request.headers)
-    message = await read(request, given)
+    message = await read(service, request, given)
     infos, options = dict(message.inputs), dict(message.options)
     layout, layer, at = options.pop("layout", "bhsd"), options.pop("layer", 0), options.pop("at", None)
     errors = [(name, "is not an option of this call: use layout, layer and at") for name in options]
@@ -207,13 +211,14 @@ async def append(request: RouteRequest) -> None:
     if errors:
         raise invalid(errors)
     shapes = _token_shapes(infos, one, layer, layout)
-    permit = request.permit or admit(request, sum(info.nbytes for info in infos.values()))
-    permit.charge(LITTLE, request.body.deadline, request.service.engine.pace)
-    job = stage(request, Layout.of(message.inputs, {}))
-    await message.receive(request.body, job.views(job.inputs))
+    if not request.inside:
+        admit(service, request, sum(info.nbytes for info in infos.values()))
+    service.admission.charge(request, LITTLE, request.body.deadline, service.engine.pace)
+    job = stage(service, request, Layout.of(message.inputs, {}))
+    await message.receive(request, job.views(job.inputs))
     # the engine gets the shapes of one sequence, without a batch dimension of 1
     job.inputs = bodies.with_shapes(job.inputs, shapes)
-    (record,) = await _ask(request, one.incarnation, bodies.AppendTokens(layout, layer, at), [one], job)
+    (record,) = await _ask(service, request, one.incarnation, bodies.AppendTokens(layout, layer, at), [one], job)
     await send_json(request, 200, {"length": record.lengths[layer]})
 
 
@@ -238,12 +243,12 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
     return shapes
 
 
-async def tensors(request: RouteRequest) -> None:
+async def tensors(service: Service, request: Request) -> None:
     """Answer with k and v of a layer, in safetensors; for an 8-bit cache, dequantized to float32, and the scales."""
-    one = await _named(request)
+    one = await _named(service, request)
     layer = _layer(request, one)
     answers = binary_format(request.headers)
-    (record,) = await _ask(request, one.incarnation, bodies.LookAtCaches(), [one])
+    (record,) = await _ask(service, request, one.incarnation, bodies.LookAtCaches(), [one])
     first, length, sizes = record.firsts[layer], record.lengths[layer], one.layer(layer)
     count, dtype = length - first, "float32" if sizes.quantized else sizes.dtype
     outputs = {
@@ -252,17 +257,16 @@ async def tensors(request: RouteRequest) -> None:
     }
     if sizes.quantized:
         outputs |= {name: TensorInfo(dtype, (sizes.kv_heads, count)) for name in ("k_scale", "v_scale")}
-    assert request.permit is not None  # set by `_ask`, which admitted the request before the tensors' size was known
-    request.permit.hold(sum(info.nbytes for info in outputs.values()))
-    job = stage(request, Layout.of([], outputs))
-    await _ask(request, one.incarnation, bodies.ExportTokens(layer, first, length), [one], job)
+    service.admission.hold(request, sum(info.nbytes for info in outputs.values()))
+    job = stage(service, request, Layout.of([], outputs))
+    await _ask(service, request, one.incarnation, bodies.ExportTokens(layer, first, length), [one], job)
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
     metadata = wire.encode_options({"first": first, "length": length})
     views = [view for view in job.views(job.outputs).values() if len(view)]
-    await reply(request, [wire.build_head(listed_, metadata), *views], {"content-type": answers.media_type})
+    await reply(service, request, [wire.build_head(listed_, metadata), *views], {"content-type": answers.media_type})
 
 
-def _layer(request: RouteRequest, one: CacheId) -> int:
+def _layer(request: Request, one: CacheId) -> int:
     """Return the layer in the query string, by default 0. Raises Refusal 422."""
     given = parse_qs(request.query, keep_blank_values=True)
     if unknown := [name for name in given if name != "layer"]:
@@ -273,32 +277,33 @@ def _layer(request: RouteRequest, one: CacheId) -> int:
     return int(text)
 
 
-async def _read(request: RouteRequest, model: type[M]) -> M:
+async def _read(service: Service, request: Request, model: type[M]) -> M:
     check_json(request.headers)
-    return await read_model(request.body, model, REQUEST_LIMIT, request.service.codec)
+    return await read_model(request.body, model, REQUEST_LIMIT, service.codec)
 
 
-async def _named(request: RouteRequest) -> CacheId:
+async def _named(service: Service, request: Request) -> CacheId:
     """Return the decoded id in the path. Raises Refusal 404, 410, 421 and 503."""
-    return (await found_caches(request, [request.exchange.path.split("/")[2]]))[0]
+    return (await found_caches(service, request, [request.path.split("/")[2]]))[0]
 
 
-def _engine_for(request: RouteRequest) -> int:
+def _engine_for(service: Service, request: Request) -> int:
     """Return the incarnation (unique number) of the engine that shall create new caches. Raises Refusal 503.
 
     The idempotency key determines the engine, so that a repeated call reaches the same one. Without a key, it is the
     engine with the fewest stored bytes.
     """
-    engines = request.service.engine.incarnations()
+    engines = service.engine.incarnations()
     if not engines:
         raise Refusal("not_ready", "no engine is ready")
     if key := idempotency_key(request):
         return sorted(engines)[sum(key.encode()) % len(engines)]
-    return request.service.engine.least_loaded(lambda engine: engine.holding.total).incarnation
+    return service.engine.least_loaded(lambda engine: engine.holding.total).incarnation
 
 
 async def _ask(
-    request: RouteRequest,
+    service: Service,
+    request: Request,
     incarnation: int,
     operation: CacheOperation,
     ids: Sequence[CacheId] = (),
@@ -311,25 +316,31 @@ async def _ask(
     Raises Refusal and ClientGoneError.
     """
     serials = tuple([one.serial for one in ids])
-    key = idempotency_key(request) if request.exchange.method in ("POST", "DELETE") else ""
+    key = idempotency_key(request) if request.method in ("POST", "DELETE") else ""
     call = CacheCall(request.caller.name, operation, serials, key, cache_quota(request), cache_count(request))
-    return (await submit(request, job or stage_nothing(request), call, LITTLE, incarnation)).caches
+    return (await submit(service, request, job or stage_nothing(service, request), call, LITTLE, incarnation)).caches
 
 
-async def _ask_about(request: RouteRequest, one: CacheId, operation: CacheOperation) -> dict[str, Any]:
+async def _ask_about(service: Service, request: Request, one: CacheId, operation: CacheOperation) -> dict[str, Any]:
     """Send an operation on one cache to its engine. Return the cache's description. Raises like `_ask`."""
-    return (await _described(request, one.incarnation, await _ask(request, one.incarnation, operation, [one])))[0]
+    return (
+        await _described(
+            service, request, one.incarnation, await _ask(service, request, one.incarnation, operation, [one])
+        )
+    )[0]
 
 
-def stage_nothing(request: RouteRequest) -> Job:
+def stage_nothing(service: Service, request: Request) -> Job:
     """Return a job without tensors; admit the request if it is not admitted yet. Raises Refusal 429."""
-    if request.permit is None:
-        admit(request, 0)
-    return stage(request, Layout.of([], {}))
+    if not request.inside:
+        admit(service, request, 0)
+    return stage(service, request, Layout.of([], {}))
 
 
-async def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:
-    owner, ids = request.caller.name, request.service.cache_ids
+async def _described(
+    service: Service, request: Request, incarnation: int, records: Sequence[CacheRecord]
+) -> list[dict[str, Any]]:
+    owner, ids = request.caller.name, service.cache_ids
     described: list[dict[str, Any]] = []
     async for some in in_turns(records):
         described += [
@@ -366,14 +377,12 @@ def _one(values: Sequence[T]) -> T | list[T]:
     return values[0] if len(set(values)) == 1 else list(values)
 
 
-async def send_json(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
+async def send_json(request: Request, status: int, document: Mapping[str, Any] | None = None) -> None:
     """Send an answer with a JSON document, or without a body if `document` is None."""
     await _send(request, status, None if document is None else json_text(document).encode())
 
 
-async def send_list(
-    request: RouteRequest, status: int, name: str, rows: Sequence[Mapping[str, Any]], **fields: Any
-) -> None:
+async def send_list(request: Request, status: int, name: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> None:
     """Send an answer with a JSON object: a list `name`, which may be long, and other `fields`."""
     texts: list[str] = []
     async for some in in_turns(rows):
@@ -385,7 +394,7 @@ async def send_list(
 json_text = json.JSONEncoder(separators=(",", ":")).encode
 
 
-async def _send(request: RouteRequest, status: int, body: bytes | None) -> None:
+async def _send(request: Request, status: int, body: bytes | None) -> None:
     """Send an answer with a body in JSON, or without one."""
     headers = [(b"content-length", b"%d" % len(body or b""))] if status != 204 else []
     if body is not None:

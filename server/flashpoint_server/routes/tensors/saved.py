@@ -9,11 +9,12 @@ from starlette.routing import Route as StarletteRoute
 
 from flashpoint_contract.saved import saved_tensors
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
+from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.bodies import SavedCall
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
 from flashpoint_server.ipc.price import LITTLE
 from flashpoint_server.routes.compute.saved_forward import found_saved
-from flashpoint_server.routes.pipeline import RouteRequest, submit
+from flashpoint_server.routes.pipeline import submit
 from flashpoint_server.routes.tensors.caches import route, send_json, send_list, stage_nothing
 from flashpoint_server.service import Service
 
@@ -43,46 +44,53 @@ def routes(service: Service) -> list[StarletteRoute]:
     ]
 
 
-async def listed(request: RouteRequest) -> None:
+async def listed(service: Service, request: Request) -> None:
     every = []
-    for incarnation in request.service.engine.incarnations():
+    for incarnation in service.engine.incarnations():
         after, more = 0, True
         while more:
-            records = await _ask(request, incarnation, "list", after=after)
-            every += [_described(request, incarnation, one) for one in records]
+            records = await _ask(service, request, incarnation, "list", after=after)
+            every += [_described(service, request, incarnation, one) for one in records]
             more = len(records) == MOST_LISTED
             after = records[-1].serial if records else 0
     await send_list(request, 200, "saved", every)
 
 
-async def look(request: RouteRequest) -> None:
-    one = _named(request)
-    (record,) = await _ask(request, one.incarnation, "look", one.serial)
-    await send_json(request, 200, _described(request, one.incarnation, record))
+async def look(service: Service, request: Request) -> None:
+    one = _named(service, request)
+    (record,) = await _ask(service, request, one.incarnation, "look", one.serial)
+    await send_json(request, 200, _described(service, request, one.incarnation, record))
 
 
-async def delete(request: RouteRequest) -> None:
-    one = _named(request)
-    await _ask(request, one.incarnation, "delete", one.serial)
+async def delete(service: Service, request: Request) -> None:
+    one = _named(service, request)
+    await _ask(service, request, one.incarnation, "delete", one.serial)
     await send_json(request, 204)
 
 
-def _named(request: RouteRequest) -> SavedId:
-    return found_saved(request, request.exchange.path.split("/")[2])
+def _named(service: Service, request: Request) -> SavedId:
+    return found_saved(service, request, request.path.split("/")[2])
 
 
 async def _ask(
-    request: RouteRequest, incarnation: int, operation: Literal["list", "look", "delete"], *serials: int, after: int = 0
+    service: Service,
+    request: Request,
+    incarnation: int,
+    operation: Literal["list", "look", "delete"],
+    *serials: int,
+    after: int = 0,
 ) -> list[SavedRecord]:
     """Send an operation to an engine. Return the saved forwards in its answer. Raises Refusal and ClientGoneError."""
     call = SavedCall(request.caller.name, operation, serials, after)
-    return (await submit(request, stage_nothing(request), call, LITTLE, incarnation, "saved_lost")).saved
+    return (
+        await submit(service, request, stage_nothing(service, request), call, LITTLE, incarnation, "saved_lost")
+    ).saved
 
 
-def _described(request: RouteRequest, incarnation: int, record: SavedRecord) -> dict[str, Any]:
+def _described(service: Service, request: Request, incarnation: int, record: SavedRecord) -> dict[str, Any]:
     forward, _ = SavedIds.read_head(record.head)
     return {
-        "id": request.service.saved_ids.make(request.caller.name, incarnation, record.serial, record.head),
+        "id": service.saved_ids.make(request.caller.name, incarnation, record.serial, record.head),
         "dtype": forward.dtype,
         "shapes": {name: list(info.shape) for name, info in saved_tensors(forward).items()},
         "bytes": record.nbytes,

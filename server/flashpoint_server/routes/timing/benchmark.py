@@ -12,10 +12,10 @@ from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, PlotKind, PlotTheme
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.access.keys import Caller
-from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, check_json
 from flashpoint_server.http.body import RequestBody
+from flashpoint_server.http.request import request_of
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import deadline_of
 from flashpoint_server.routes.schema import openapi_examples
@@ -55,7 +55,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
 
     async def find(request: Request, id: str) -> tuple[Caller, KnownBenchmark]:
         """Return the caller and their benchmark; with `admin`, anyone's. Raises Refusal 401, 403 and 404."""
-        caller = service.admit(Exchange.of(request.scope), "benchmark")
+        caller = service.admit(request_of(request.scope), "benchmark")
         benchmark = await benchmarks.get(id)
         if caller.name != benchmark.owner and "admin" not in caller.rights:
             raise no_such_benchmark()
@@ -64,7 +64,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_BODY)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """The benchmark runs in short slices. Between them the device serves other requests."""
-        caller = service.admit(Exchange.of(request.scope), "benchmark")  # first, so that a refused body is not read
+        caller = service.admit(request_of(request.scope), "benchmark")  # first, so that a refused body is not read
         check_json(request.headers)
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         benchmark_request = await read_model(body, BenchmarkRequest, REQUEST_LIMIT, service.codec)
@@ -130,7 +130,9 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
             raise Refusal("not_found", f"plot.{format} does not exist; use {drawable}")
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         body.deadline = deadline_of(request.headers, service.settings)
-        permit = service.admission.permit(0, caller.quota)
+        ours = request_of(request.scope)
+        ours.body = body
+        service.admission.enter(ours, 0, caller.quota)
         try:
             rows = benchmark.job.model_dump_json()
             drawing = service.codec.plots.run(body.deadline, pictures.draw, rows, kind, format, theme)
@@ -138,7 +140,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
         except ValueError as error:
             raise invalid([("kind", str(error))]) from None
         finally:
-            permit.leave()
+            service.admission.leave(ours)
         return Response(picture, media_type=pictures.MEDIA_TYPES[format])
 
     return routes

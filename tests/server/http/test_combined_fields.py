@@ -1,7 +1,7 @@
 """Repeated header fields of a request are joined into one."""
 
-from flashpoint_server.exchange import combined
 from flashpoint_server.formats.negotiation import answer_format, request_format
+from flashpoint_server.http.request import combined
 
 BINARY, JSON, OCTETS = "application/vnd.safetensors", "application/json", "application/octet-stream"
 

@@ -1,18 +1,26 @@
-"""One request and its answer in the server: id, times, counts, and the fields of its log line."""
+"""One request and its answer: all that the server knows of it, from its head to its log line."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from starlette.types import Send
+
 from flashpoint_contract.options import NAME
+from flashpoint_server.access.admission import Admitted
+from flashpoint_server.access.keys import Caller
+from flashpoint_server.http.body import RequestBody
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.plan import Plan
 from flashpoint_server.refusal import Writer, problem
 
 PARTS = ("decode", "queue", "compute", "encode")  # stages of a request; `decode` includes the arrival of the body
-_KEY = "flashpoint.exchange"
+OTHER = "other"  # the route of paths that are not ours, in metrics
+_KEY = "flashpoint.request"
 FIELDS = "flashpoint.fields"  # key of `combined(headers)` in the ASGI scope; only our server (http/protocol.py) sets it
 _IDS_AT_ONCE = 256
 Field = tuple[bytes, bytes]  # a field of an answer's head: (name in lower case, value)
@@ -24,12 +32,16 @@ HTTP_ALONE = frozenset(name.decode() for name, _ in (_CACHING, _NO_GUESSING))  #
 
 
 @dataclass(eq=False)
-class Exchange:
-    """A request and its answer."""
+class Request(Admitted):
+    """A request and its answer, in the place of starlette's `Request`.
+
+    Requests that a route of ours handles (routes/pipeline.py) also have `body` and the fields below it, which the steps
+    of the route set. `ends` are called when the route has ended, the last one first.
+    """
 
     method: str
     path: str
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # by lower-case name
     request_id: str
     arrived: float = field(default_factory=time.perf_counter)
     status: int | None = None  # set when the answer begins; 499 if the client disconnects before
@@ -43,20 +55,27 @@ class Exchange:
     write_refusal: Writer = problem  # writes errors in the format of this path's clients
     facts: dict[str, Any] = field(default_factory=dict)  # fields that the route adds to the log line
 
+    body: RequestBody = field(init=False, repr=False)
+    send: Send = field(init=False, repr=False)
+    query: str = ""
+    caller: Caller = field(init=False, repr=False)  # set by `authorize`
+    device: DeviceInfo = field(init=False, repr=False)  # set by `begin`, like `priority`
+    priority: int = 0
+    rest: bytes = b""  # the first bytes of the tensors, which arrived together with a message's head
+    plan: Plan = field(init=False, repr=False)  # set by `carry_out`
+    error: type[BaseException] | None = None  # type of the exception that ended the request
+    ends: list[Callable[[], object]] = field(init=False, repr=False, default_factory=list)
+
     @classmethod
-    def open(cls, scope: MutableMapping[str, Any]) -> Exchange:
-        """Return the exchange of an ASGI scope. The first call creates it; `Exchange.of` only returns it."""
+    def open(cls, scope: MutableMapping[str, Any]) -> Request:
+        """Return the request of an ASGI scope. The first call creates it; `request_of` only returns it."""
         if _KEY in scope:
-            return cls.of(scope)
+            return request_of(scope)
         headers = scope[FIELDS] if FIELDS in scope else combined(scope["headers"])
         given_id = headers.get("x-request-id")
         request_id = given_id if given_id is not None and NAME.fullmatch(given_id) else next(_IDS)
-        exchange = scope[_KEY] = cls(scope["method"], scope["path"], headers, request_id)
-        return exchange
-
-    @staticmethod
-    def of(scope: MutableMapping[str, Any]) -> Exchange:
-        return cast(Exchange, scope[_KEY])
+        request = scope[_KEY] = cls(scope["method"], scope["path"], headers, request_id)
+        return request
 
     def answer_fields(self, given: Iterable[Field]) -> list[Field]:
         """Return the header fields of the answer, whichever way it is sent: `given`, and those of every answer.
@@ -70,6 +89,23 @@ class Exchange:
         if b"cache-control" not in dict(fields):
             fields.append(_CACHING)
         return fields
+
+    def waiting_since(self) -> float | None:
+        return self.body.ended if self.status is None else None
+
+    def end(self, error: type[BaseException] | None) -> None:
+        """Call the functions in `ends`. `error` is the type of the exception that has ended the route, if any."""
+        self.error = error
+        try:
+            while self.ends:
+                self.ends.pop()()
+        finally:
+            if self.ends:  # a function has raised an exception: call the rest
+                self.end(error)
+
+
+def request_of(scope: MutableMapping[str, Any]) -> Request:
+    return cast(Request, scope[_KEY])
 
 
 def _random_ids() -> Iterator[str]:
