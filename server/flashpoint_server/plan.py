@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
 
 class Message:
-    """What the head of a request with tensors says. Its tensors may not have arrived yet.
+    """The content of a head: options, and the names, dtypes and shapes of tensors, which may not have arrived yet.
 
     Requests with equal heads may share a message, so nothing in it may vary from call to call, or belong to a caller.
     """

@@ -19,7 +19,7 @@ FEW = 4  # with at most this many requests, waits are not predicted: the engine'
 
 
 class Admitted:
-    """What admission counts of a request, from `Admission.enter` until `leave`: its bytes of tensors, and its price.
+    """A request as admission counts it, from `Admission.enter` until `leave`: its bytes of tensors, and its price.
 
     `quota` has the limits of the request's key, if there are any.
     """
