@@ -16,6 +16,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -179,7 +180,7 @@ class Engine:
             return False
         return behind_name[0] in "Tt"
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, _: asyncio.Future[None]) -> None:
         """Tell the engine that the result of a job is no longer needed, unless the engine has answered."""
         if self._sent.get(number := job.message.id) is job:
             self.tell(Cancel(number))
@@ -381,8 +382,10 @@ class Engines:
     @property
     def device(self) -> DeviceInfo | None:
         """The device of the ready engines, which are all of one kind; None if no engine is ready."""
-        ready = self._ready()
-        return ready[0].device if ready else None
+        for engine in self._engines:
+            if engine.state is State.READY:
+                return engine.device
+        return None
 
     @property
     def waiting_seconds(self) -> float:
@@ -465,7 +468,7 @@ class Engines:
         raise Refusal(code, f"the engine is {self.state.value}")
 
     def _send(self, job: Job, ready: list[Engine]) -> None:
-        able = [engine for engine in ready if job.incarnation in (0, engine.incarnation)]
+        able = [engine for engine in ready if engine.incarnation == job.incarnation] if job.incarnation else ready
         if not able:
             if job.message.serials:
                 refusal = Refusal(job.lost, "the engine that held it restarted")
@@ -475,7 +478,7 @@ class Engines:
             return
         engine = min(able, key=lambda engine: engine.load) if len(able) > 1 else able[0]
         engine.submit(job)
-        job.answer.add_done_callback(lambda _: engine.cancel(job))
+        job.answer.add_done_callback(partial(engine.cancel, job))
 
     def _keep(self, lost: list[Job]) -> None:
         """Send the jobs that a dead engine had not started to another engine, or store them until one is ready."""

@@ -98,7 +98,7 @@ class CpuDevice(ComputeDevice):
     def empty_cache(self) -> None:
         gc.collect()
 
-    def _used_memory(self) -> int:
+    def memory(self) -> int:
         """Return the bytes of RAM that this process has resident."""
         return int(os.pread(_STATM, 128, 0).split()[1]) * mmap.PAGESIZE
 

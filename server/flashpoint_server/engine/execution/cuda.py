@@ -206,7 +206,7 @@ class CudaDevice(ComputeDevice):
         with torch.cuda.device(self.info.name):
             torch.cuda.empty_cache()
 
-    def _used_memory(self) -> int:
+    def memory(self) -> int:
         """Return the bytes that torch's allocator has reserved on the GPU."""
         return torch.cuda.memory_reserved(self.info.name)
 

@@ -41,8 +41,6 @@ from flashpoint_server.ipc.bodies import CacheRef, Recall, Save
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.refusal import of_problem
 
-_MEMORY_SECONDS = 0.1  # seconds between two reads of the used memory
-
 
 class DeviceLostError(Exception):
     """The device no longer works in this process."""
@@ -90,7 +88,6 @@ class ComputeDevice(ABC):
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self._device_errors = _DeviceErrors(self._tell_apart)
-        self._memory, self._looked = 0, -_MEMORY_SECONDS
 
     @staticmethod
     @abstractmethod
@@ -147,14 +144,8 @@ class ComputeDevice(ABC):
         """Free memory that no tensor uses any more, before a retry."""
 
     @abstractmethod
-    def _used_memory(self) -> int: ...
-
     def memory(self) -> int:
-        """Return the bytes of memory that the engine uses on the device. The value is at most 0.1 s old."""
-        now = time.monotonic()
-        if now >= self._looked + _MEMORY_SECONDS:
-            self._looked, self._memory = now, self._used_memory()
-        return self._memory
+        """Return the bytes of memory that the engine uses on the device."""
 
     def switch_off(self, found: Mapping[str, str]) -> None:
         """Switch kernels or backends off, each name (native/switches.py) with its reason."""
@@ -216,18 +207,20 @@ class ComputeDevice(ABC):
 
     def run(self, part: Problem | Part | WeighingPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
-        with self._device_errors:
+        try:
             if isinstance(part, Part | WeighingPart):
                 part.compute()
             else:
                 run_part(part, backend)
+        except (MemoryError, RuntimeError) as error:
+            self._tell_apart(error)
+            raise
 
     def weighing(self, call: CachedCall, caches: Sequence[StoredCache], backend: str) -> Sequence[WeighingPart]:
-        """Return the parts that compute a call's key weights when its other parts have ended; none if it has none."""
-        if (room := call.of.weights) is None:
-            return ()
+        """Return the parts that compute the key weights of a call that has them, when its other parts have ended."""
+        assert call.of.weights is not None
         with self._device_errors:
-            return weighing(call, caches, backend, call.of.outputs["lse"], room)[1]
+            return weighing(call, caches, backend, call.of.outputs["lse"], call.of.weights)[1]
 
     def _weigh(self, call: CachedCall | None, problem: Problem, backend: str) -> None:
         """Compute the key weights of a call over caches, if it has any, after its `problem` has run."""

@@ -40,6 +40,7 @@ from flashpoint_server.ipc.messages import (
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.refusal import Refusal
 
+MEMORY_SECONDS = 0.1  # seconds between two reads of the memory that the device uses
 TOLD_SECONDS = 0.1  # seconds between two progress messages of a verification
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -88,6 +89,7 @@ class Executor:
         self._answered = answered
         self._budget = budget
         self._watchdog = Watchdog(hang_timeout)
+        self._memory, self._looked = 0, -MEMORY_SECONDS  # the last read, and its time
         self._kernels = KernelThreads(device.cores - 1)
         self._numbers = itertools.count(1 + secrets.randbits(62))  # launch numbers, which must be unique for traces
 
@@ -137,12 +139,14 @@ class Executor:
         metadata |= request.answers
         if request.saved_forward is not None:
             metadata["saved"] = request.saved_forward.serial
-        ended, memory, number = time.perf_counter(), self.device.memory(), number or next(self._numbers)
+        ended, number = time.perf_counter(), number or next(self._numbers)
+        if ended >= self._looked + MEMORY_SECONDS:
+            self._looked, self._memory = ended, self.device.memory()
         if self._answered is not None:
             self._answered(request)
         request.worker.send(
             Done(
-                request.submit.id, metadata, request.began, ended, size, *stages, memory, number, LINES.dropped(),
+                request.submit.id, metadata, request.began, ended, size, *stages, self._memory, number, LINES.dropped(),
                 *(request.about or ()),
             )
         )  # fmt: skip
@@ -183,8 +187,7 @@ class Executor:
         ready: list[tuple[EngineRequest, CachedCall, Sequence[StoredCache]]] = []
         for request in requests:
             try:
-                call = self._call(request)
-                ready.append((request, call, self._write(request, call)))
+                ready.append((request, *self._write(request)))
             except Exception as error:
                 if len(requests) == 1:
                     raise
@@ -195,21 +198,19 @@ class Executor:
         sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
         for (request, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
             request.of_rows(rows, seed, self._budget)
-            request.weighing = self.device.weighing(call, caches, backend)
+            if call.of.weights is not None:
+                request.weighing = self.device.weighing(call, caches, backend)
             if (reads := self.device.caches.reads(caches, call.cache_ref.layer)) is not None:
                 request.answers["reads"] = reads
         return parts
 
-    def _call(self, request: EngineRequest) -> CachedCall:
-        """Return a request's tensors and caches as a `CachedCall`. Raises Refusal 422."""
+    def _write(self, request: EngineRequest) -> tuple[CachedCall, Sequence[StoredCache]]:
+        """Write the new tokens of a call over caches. Return the call and its caches. Raises Refusal."""
         tensors = self.device.call_tensors(request)
-        return CachedCall.of_request(tensors, request.submit, request.inputs, request.memory)
-
-    def _write(self, request: EngineRequest, call: CachedCall) -> Sequence[StoredCache]:
-        """Write the new tokens of a call, and return its caches, whose lengths the answer has. Raises Refusal."""
+        call = CachedCall.of_request(tensors, request.submit, request.inputs, request.memory)
         caches = self.device.write(call)
         request.answers["lengths"] = [cache.tracks[call.cache_ref.layer].length for cache in caches]
-        return caches
+        return call, caches
 
     def _ask(self, request: EngineRequest) -> None:
         """Execute a call about caches or saved forwards, and answer it."""
@@ -241,8 +242,7 @@ class Executor:
         """
         if request.over_caches:
             try:
-                request.call = self._call(request)
-                self._write(request, request.call)
+                request.call, _ = self._write(request)
             except Exception as error:
                 self._fail([request], error)
                 return False

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from operator import mul
+from operator import itemgetter, mul
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -44,6 +44,8 @@ FEW_SEQUENCES = 64
 LONG_SECONDS = 0.01  # a part with more predicted seconds is long: the additional lane of scheduler.py never runs it
 About = tuple[int, int, float, int]  # the FLOPs, padding, fill and splits of a launch, as in `Done`
 ALONE: Hashable = "alone"  # in a plan, the key of requests that share no launch: each of them gets a unique key
+# The fields q_len and kv_len of a row: read by index, which is faster than by attribute; there may be 65,536 rows.
+_Q_LEN, _KV_LEN = itemgetter(3), itemgetter(6)
 _MOST = 1e18  # maximum FLOPs in a message, far beyond any device
 
 
@@ -352,8 +354,7 @@ class EngineRequest:
 
 def account(batch: Sequence[EngineRequest], budget: Budget, splits: int) -> About:
     """Return the fields of `Done` that describe a launch of `batch`."""
-    # q_len and kv_len: read by index, which is faster than by attribute; there may be 65,536 rows
-    lengths = [([row[3] for row in request.rows], [row[6] for row in request.rows]) for request in batch]
+    lengths = [([*map(_Q_LEN, request.rows)], [*map(_KV_LEN, request.rows)]) for request in batch]
     longest = max([max(q, default=0) for q, _ in lengths]) * max([max(k, default=0) for _, k in lengths])
     flops = padding = 0.0
     for request, (q, k) in zip(batch, lengths, strict=True):

@@ -35,6 +35,7 @@ class Waits(Protocol):
 
 
 W = TypeVar("W", bound=Waits)
+_FLOPS, _NBYTES = attrgetter("flops"), attrgetter("nbytes")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Budget:
 
     def fill(self, batch: Sequence[Waits]) -> float:
         """Return the fraction of the budget that `batch` uses, at most 1."""
-        flops, nbytes = sum(item.flops for item in batch), sum(item.nbytes for item in batch)
+        flops: int = sum(map(_FLOPS, batch))
+        nbytes: int = sum(map(_NBYTES, batch))
         return min(max(flops / self.flops, nbytes / self.nbytes), 1.0)
 
 
