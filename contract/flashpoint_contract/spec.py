@@ -80,16 +80,16 @@ class Spec:
     pool: int = 0
     page_size: int = 0
 
-    @property
+    @cached_property
     def ragged(self) -> bool:
         return self.options.layout == "thd"
 
-    @property
+    @cached_property
     def paged(self) -> bool:
         """Whether k and v are pages, to which `block_table` refers."""
         return "block_table" in self.tensors
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """Whether k and v are 8-bit numbers with the factors `k_scale` and `v_scale`."""
         return "k_scale" in self.tensors
@@ -101,7 +101,7 @@ class Spec:
         """
         return self.tensors[scale].shape == self.shape_of(scale)
 
-    @property
+    @cached_property
     def scale(self) -> float:
         scale = self.options.scale
         return 1.0 / math.sqrt(max(1, self.head_dim)) if scale is None else float(scale)  # if D is 0, q·k is 0

@@ -59,12 +59,15 @@ def prepared(problem: Problem, rows: Sequence[Row], threads: int) -> Callable[[]
     scales = [_scale(problem, name) for name in SCALES] if spec.quantized else []
     spans = (_of_pages if spec.paged else _of_sequences)(problem, rows, t["k"], t["v"], scales)
     forward = Forward(Queries(spec, t, problem.first_head), [spans], problem.seed, memory=[scales])
-    if forward.takes_together(len(rows), max(row.q_len for row in rows)):
+    if forward.takes_together(len(rows), max([row.q_len for row in rows])):
         return forward.call(forward.shares_together(Row(*numbers_of(rows)), threads))
     for number, row in enumerate(rows):
         forward.add(row, spans, number)
-    forward.share_prefixes(forward.workers(threads))
-    return forward.call(*forward.shares(forward.workers(threads)))
+    workers = forward.workers(threads)
+    if len(rows) > 1:
+        forward.share_prefixes(workers)
+        workers = forward.workers(threads)
+    return forward.call(*forward.shares(workers))
 
 
 IN_ROWS = ("q", "k", "v", "o", "do", "block_mask")  # the tensors whose rows must have adjacent elements
@@ -80,8 +83,9 @@ _REPEATED = frozenset({
 def repeats(problem: Problem) -> bool:
     """Return whether a problem's `prepared` stays valid when tensors get other values: it copies and moves nothing."""
     given, spec = problem.tensors, problem.spec
-    in_place = all(given[n].stride(-1) == 1 for n in IN_ROWS if n in given)
-    return in_place and spec.given <= _REPEATED and not is_tiny(spec.scale)
+    if not spec.given <= _REPEATED or is_tiny(spec.scale):
+        return False
+    return all(given[n].stride(-1) == 1 for n in IN_ROWS if n in given)
 
 
 def readable(problem: Problem) -> dict[str, Tensor]:
@@ -132,17 +136,18 @@ def _scale(problem: Problem, name: str) -> Tensor:
 def _in_rows_of(k: Tensor, v: Tensor, batch: Any, start: Any, tokens: int) -> Spans:
     """Return the addresses of keys in k and v: a span of at most `tokens` keys for each of `batch`, from `start` on."""
     numbers = np.zeros((len(batch), 8), np.int64)
-    places = Place.of(k), Place.of(v)
-    for column, place in enumerate(places):
+    steps = []
+    for column, place in enumerate((Place.of(k), Place.of(v))):
         numbers[:, column] = place.at(batch, start)
         numbers[:, 2 + column] = place.steps.head
-    return Spans(numbers, tokens, k.dtype, *(place.steps.row for place in places))
+        steps.append(place.steps.row)
+    return Spans(numbers, tokens, k.dtype, *steps)
 
 
 def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
     """Return the addresses of keys that are not in pages: a span for each sequence."""
-    index, batch, *_, start, _, _, _ = numbers_of(rows)
-    spans = _in_rows_of(k, v, batch, start, max(1, max(row.kv_len for row in rows)))
+    index, batch, *_, start, lengths, _, _ = numbers_of(rows)
+    spans = _in_rows_of(k, v, batch, start, max(1, int(lengths.max())))
     for place, (name, t) in enumerate(zip(SCALES, scales, strict=False)):
         places = batch if problem.spec.per_row(name) else index if len(t) > 1 else 0 * index
         spans.numbers[:, 4 + place] = t.data_ptr() + (places * t.stride(0) + start) * 4

@@ -24,12 +24,11 @@ def is_tiny(scale: float) -> bool:
 
 
 def with_moved(compute: Callable[[Problem], None], problem: Problem) -> None:
-    """Compute a problem, and a problem with a tiny scale as one whose products float32 can represent.
+    """Compute a problem with a tiny scale, as one whose products float32 can represent.
 
     q is divided by 2^n and the scale multiplied by it, so that dq, which the gradient writes, is that of q/2^n.
     """
-    n = _exponent(problem) if is_tiny(problem.spec.scale) else 0
-    if not n:
+    if not (n := _exponent(problem)):
         compute(problem)
         return
     spec = problem.spec

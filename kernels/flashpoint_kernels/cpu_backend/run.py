@@ -9,7 +9,7 @@ from functools import partial
 from flashpoint_kernels.cpu_backend.backward import differentiate
 from flashpoint_kernels.cpu_backend.backward import prepared as prepared_gradient
 from flashpoint_kernels.cpu_backend.forward import prepared, repeats
-from flashpoint_kernels.cpu_backend.ranges import with_moved
+from flashpoint_kernels.cpu_backend.ranges import is_tiny, with_moved
 from flashpoint_kernels.problems.problem import Problem, forward_of
 
 KEPT_BYTES = 1 << 19  # maximum bytes of o and lse that `Problem.calls` of a gradient keeps in memory
@@ -22,17 +22,16 @@ def forward(problems: Sequence[Problem]) -> None:
 
 def _compute(problems: Sequence[Problem], prepare: Callable[[Problem], Sequence[Callable[[], object]]]) -> None:
     """Compute problems by their stored calls, or by those that `prepare` returns."""
-
-    def anew(problem: Problem) -> None:
-        for call in prepare(problem):
-            call()
-
     for problem in problems:
-        if not problem.calls:
-            with_moved(anew, problem)
-            continue
-        for call in problem.calls:
-            call()
+        if not problem.calls and is_tiny(problem.spec.scale):
+            with_moved(partial(_run_calls, prepare), problem)
+        else:
+            _run_calls(prepare, problem)
+
+
+def _run_calls(prepare: Callable[[Problem], Sequence[Callable[[], object]]], problem: Problem) -> None:
+    for call in problem.calls or prepare(problem):
+        call()
 
 
 def _calls(problem: Problem) -> Sequence[Callable[[], object]]:

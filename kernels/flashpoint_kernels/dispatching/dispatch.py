@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
@@ -125,7 +126,7 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     """
     if not problems:
         return
-    if len({(launch_key(p.spec, backend), p.device) for p in problems}) > 1:
+    if len(problems) > 1 and len({(launch_key(p.spec, backend), p.device) for p in problems}) > 1:
         raise ValueError("the problems of one launch must share one launch key and one device")
     kind = problems[0].device.type
     if kind != "cpu" and backend not in (available := available_backends(str(problems[0].device))):
@@ -150,20 +151,14 @@ def run_part(part: Problem, backend: str) -> None:
 
 
 def _run(problems: Sequence[Problem], backend: str) -> None:
-    kind = problems[0].device.type
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            _run(problems, backend)
-    elif torch.is_autocast_enabled(kind):  # autocast would convert float32 products inside a backend to 16 bits
-        with torch.autocast(kind, enabled=False):
-            _run(problems, backend)
-    elif not problems[0].spec.has_columns:
-        _run([problem.with_columns() for problem in problems], backend)
-    elif backend in _OF_OPERATORS and problems[0].spec.options.precision == "ieee":
-        with exact_products():
-            _solve(problems, backend)
-    else:
-        _solve(problems, backend)
+    kind, spec = problems[0].device.type, problems[0].spec
+    with ExitStack() as modes:
+        modes.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(kind):  # it would convert float32 products inside a backend to 16 bits
+            modes.enter_context(torch.autocast(kind, enabled=False))
+        if backend in _OF_OPERATORS and spec.options.precision == "ieee":
+            modes.enter_context(exact_products())
+        _solve(problems if spec.has_columns else [problem.with_columns() for problem in problems], backend)
 
 
 def _solve(problems: Sequence[Problem], backend: str) -> None:

@@ -72,7 +72,7 @@ def unsupported(backend: str, spec: Spec, derived: bool = False) -> list[tuple[s
     if backend == "cpu" and native.library() is None:
         return [("backend", native.missing())]
     handled, where = HANDLES[backend], ""
-    if spec.has("block_mask") and not spec.given <= (listed := IN_BLOCKS.get(backend, handled)):
+    if "block_mask" in spec.tensors and not spec.given <= (listed := IN_BLOCKS.get(backend, handled)):
         handled, where = listed, " with block_mask"
     if derived and not spec.given <= (listed := IN_DERIVATIVES.get(backend, handled)):
         handled, where = listed, derivatives

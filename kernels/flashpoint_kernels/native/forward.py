@@ -18,7 +18,7 @@ from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import native
 from flashpoint_kernels.native import calls
 from flashpoint_kernels.native.prefix import SharedPrefix, together
-from flashpoint_kernels.native.rows import CHUNK, TILE, UNBOUNDED, Place, QuerySteps, Rows, Spans
+from flashpoint_kernels.native.rows import ABSENT, CHUNK, TILE, UNBOUNDED, Place, QuerySteps, Rows, Spans
 from flashpoint_kernels.problems.dropout import drop_below
 
 TOGETHER = 256  # from this many sequences on, `shares_together` makes all tasks at once
@@ -108,7 +108,7 @@ class Queries:
     def __post_init__(self) -> None:
         spec, t, library = self.spec, self.t, native.library()
         self.heads, self.group = spec.kv_heads, spec.q_heads // spec.kv_heads
-        self.places = q, o, lse, _, _ = tuple([Place.of(t.get(name)) for name in _OF_ROWS])
+        self.places = q, o, lse, _, _ = tuple([Place.of(t[name]) if name in t else ABSENT for name in _OF_ROWS])
         self.steps = QuerySteps(q.steps, o.steps, lse.steps)
         assert library is not None
         self.functions = library.of(native.DTYPES[TYPES[t["q"].dtype]])

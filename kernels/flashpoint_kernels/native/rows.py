@@ -41,7 +41,7 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, t: Tensor | None) -> Place:
         if t is None:
-            return _ABSENT
+            return ABSENT
         batch, head, row, *_ = t.stride()
         size = t.itemsize
         return cls(t.data_ptr(), batch * size, ByteSteps(head * size, row * size))
@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return self.address and self.address + batch * self.batch + row * self.steps.row + head * self.steps.head
 
 
-_ABSENT = Place()
+ABSENT = Place()
 
 
 def numbers_of(rows: Sequence[Row]) -> NDArray[np.int64]:

@@ -363,7 +363,7 @@ def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
 
 def differentiates(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether autograd records a call with these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and bool([t for t in tensors if t is not None and t.requires_grad])
 
 
 def _refuse_forward_only(ctx: Any) -> None:

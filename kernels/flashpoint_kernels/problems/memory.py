@@ -42,6 +42,8 @@ def in_memory(name: str, t: Tensor) -> Tensor:
 
 def extent(t: Tensor) -> int:
     """Return the number of bytes from the first element to the end of the last one in memory."""
+    if t.is_contiguous():
+        return t.nbytes
     return (1 + sum([(n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)])) * t.itemsize
 
 

@@ -134,7 +134,7 @@ class Problem:
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
         tensors = {name: in_memory(name, t) for name, t in tensors.items()}
         device = tensors["q"].device
-        given = {name: _placed(name, t, device) for name, t in tensors.items()}
+        given = {name: t if t.device == device else _placed(name, t, device) for name, t in tensors.items()}
         rows = spec.rows({name: readings.numbers(tensors[name]) for name in INDEX_TENSORS if name in tensors})
         if spec.paged and not trusted:
             sequences.check_pages(spec, rows, tensors["block_table"])
@@ -167,12 +167,14 @@ class Problem:
             return t.expand(1, spec.kv_heads)[..., None] if t.ndim == 0 else t[..., None]
         if row.name == "key_weights" and spec.paged and spec.ragged:
             return t
-        if row.in_layout and spec.options.layout != "bhsd":
+        if spec.options.layout != "bhsd" and row.in_layout:
             if t.ndim == len(row.axes):
                 return t.transpose(1, 2)
             if spec.ragged:
                 return t.transpose(0, 1)[None]
-        return t[None] if spec.ragged else _one_head(t, len(row.axes))
+        if spec.ragged:
+            return t[None]
+        return t if t.ndim == len(row.axes) else _one_head(t, len(row.axes))
 
     def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
         """Return the part of a mask for `rows`, which have equal lengths: (n|1,Hq|1,sq|1,sk|1).
@@ -409,7 +411,7 @@ def launch_key(spec: Spec, backend: str, cached: str | None = None) -> tuple[Any
     Lengths, batch sizes, head counts, scalars, page and block sizes and the shapes of scales may differ. `cached` is
     the dtype of the pages that will replace k and v.
     """
-    mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
+    mask = spec.tensors["attn_mask"].dtype if "attn_mask" in spec.tensors else None
     dtypes = spec.dtype, cached or spec.tensors["k"].dtype, mask
     dims, paged = (spec.head_dim, spec.value_dim), spec.paged or cached is not None
     return backend, spec.direction, dtypes, dims, spec.options.precision, spec.level, paged, spec.has("block_mask")
@@ -423,11 +425,11 @@ def check_scales(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """Return an input on the problem's device; an index tensor may stay on any device.
+    """Return an input of another device on the problem's device; an index tensor may stay where it is.
 
     Page numbers and scalar scales are moved to the device. Other tensors that are not on it raise ProblemError.
     """
-    if t.device == device or name in INDEX_TENSORS:
+    if name in INDEX_TENSORS:
         return t
     if name == "block_table" or (name in SCALES and t.ndim == 0):
         return t.to(device)
