@@ -181,7 +181,10 @@ class Forward:
     @property
     def nbytes(self) -> int:
         """Return how many bytes of keys and values the forward reads."""
-        return self._nbytes(sum([row.keys for row in self.rows]))
+        keys = 0
+        for row in self.rows:
+            keys += row.keys
+        return self._nbytes(keys)
 
     def _nbytes(self, keys: int) -> int:
         spec = self.of.spec
@@ -191,7 +194,10 @@ class Forward:
         """Return the number of threads for the work, at most `threads`."""
         if threads == 1:
             return 1
-        return self._workers(threads, sum([row.keys for row in self.rows]), sum([row.pairs for row in self.rows]))
+        keys = pairs = 0
+        for row in self.rows:
+            keys, pairs = keys + row.keys, pairs + row.pairs
+        return self._workers(threads, keys, pairs)
 
     def _workers(self, threads: int, keys: int, pairs: int) -> int:
         spec = self.of.spec
@@ -200,9 +206,15 @@ class Forward:
 
     def parts(self, count: int) -> list[Part]:
         """Return at most `count` parts with about equal work, which cover all units."""
-        edges = [0, *accumulate([pairs for row in self.rows for pairs in [row.pairs] * self.of.heads])]
-        cuts = sorted({bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)})
-        return [Part(self, first, last) for first, last in pairwise(cuts)]
+        edges, parts, first = [0], [], 0
+        for row in self.rows:
+            pairs = row.pairs
+            edges += range(edges[-1] + pairs, edges[-1] + pairs * self.of.heads + 1, pairs)
+        for number in range(1, count + 1):
+            if (last := bisect_left(edges, edges[-1] * number // count)) > first:
+                parts.append(Part(self, first, last))
+                first = last
+        return parts
 
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], Tensor]]]:
         """Divide the work about equally among `workers` threads: by units, or by chunks of keys if there are few units.

@@ -170,7 +170,7 @@ class CachedCall(NamedTuple):
 
     def over_spans(self, caches: Sequence[StoredCache]) -> CallOverSpans:
         """Return the call with the places of its keys, for the kernels in C. Call this after `write`."""
-        of, spec, seed = self.of, self.of.spec, self.seed
+        of, spec, seed, left = self.of, self.of.spec, self.seed, self.cache_ref.left
         if of.has_gaps:
             of.shell({}).clear_outputs()
         if seed is None and spec.options.dropout_p:
@@ -178,11 +178,11 @@ class CachedCall(NamedTuple):
         call = CallOverSpans(of.queries, [], [], [], [], seed)
         for row, cache in zip(of.rows, caches, strict=True):
             track = cache.tracks[self.cache_ref.layer]
-            length = track.length
-            call.rows.append(row._replace(kv_len=length, offset=spec.offset(row.q_len, length)))
+            offset = spec.offset(row.q_len, track.length)
+            call.rows.append(row._replace(kv_len=track.length, offset=offset))
             call.spans.append(track.spans())
             call.first.append(track.first // CHUNK * CHUNK)
-            call.start.append(max(self.lowest(row.q_len, length), track.first))
+            call.start.append(track.first if left < 0 else max(offset - left, track.first))
         return call
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
@@ -257,8 +257,12 @@ def attend(
         parts = split(call.problem(caches), backend)
         rows = [row for part in parts if not part.first_head for row in part.rows]
         return [Sequences(rows, parts[0].seed)], parts
-    spanned = [call.over_spans(caches) for call, caches in calls]
-    return [Sequences(call.rows, call.seed) for call in spanned], parts_of(spanned, cores)
+    spanned, sequences = [], []
+    for call, caches in calls:
+        over_spans = call.over_spans(caches)
+        spanned.append(over_spans)
+        sequences.append(Sequences(over_spans.rows, over_spans.seed))
+    return sequences, parts_of(spanned, cores)
 
 
 def _rows_of(view: Tensor, row: Row) -> Tensor:
