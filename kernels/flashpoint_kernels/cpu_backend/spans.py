@@ -6,8 +6,12 @@ keys again. The bits are those of the same keys in one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels.cpu_backend.forward import readable
@@ -17,7 +21,7 @@ from flashpoint_kernels.problems.cost import NOMINAL, row_seconds
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.problems.reproducible import PART_SECONDS
 
-__all__ = ["CallOverSpans", "Part", "Queries", "Spans", "parts_of", "queries_of", "shares"]
+__all__ = ["CallOverSpans", "KeysInPlace", "Part", "Queries", "Spans", "parts_of", "queries_of", "shares", "spans_of"]
 
 # Bytes of keys and values in one part. A smaller part has too much overhead; a larger one occupies a core for too long.
 LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
@@ -27,6 +31,30 @@ _SHARED = frozenset({  # the tensors and options of calls that are computed toge
     "layout", "causal", "causal_alignment", "window", "block_size", "scale", "softcap", "dropout_seed", "precision",
     "return_lse", "grads", "deterministic", "backend",
 })  # fmt: skip
+
+
+class KeysInPlace(NamedTuple):
+    """Keys and values k (Hk,n,D) and v (Hk,n,Dv) with adjacent rows; 8-bit ones have scales (Hk,n) in float32."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def spans_of(pieces: Iterable[KeysInPlace], tokens: int, dtype: torch.dtype, dim: int, value_dim: int) -> Spans:
+    """Return where the keys of one sequence are: `pieces` in order, with memory for `tokens` keys each.
+
+    The last piece may have less memory. The caller keeps all pieces in their places as long as it uses the spans.
+    """
+    numbers = array("q")
+    for k, v, k_scale, v_scale in pieces:
+        numbers.extend((k.data_ptr(), v.data_ptr(), k.stride(0) * k.itemsize, v.stride(0) * v.itemsize))
+        if k_scale is None or v_scale is None:
+            numbers.extend((0, 0, 0, 0))
+        else:
+            numbers.extend((k_scale.data_ptr(), v_scale.data_ptr(), 4 * k_scale.stride(0), 4 * v_scale.stride(0)))
+    return Spans(numbers, tokens, dtype, dim * dtype.itemsize, value_dim * dtype.itemsize)
 
 
 class CallOverSpans(NamedTuple):

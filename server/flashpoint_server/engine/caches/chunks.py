@@ -7,8 +7,8 @@ read, so a chunk's memory is not cleared before another cache uses it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK, chunk_tokens
-from flashpoint_kernels.cpu_backend.spans import Spans
+from flashpoint_kernels.cpu_backend.spans import KeysInPlace, Spans, spans_of
 from flashpoint_kernels.quantization import quantize, restored
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab
@@ -52,15 +52,13 @@ class Chunk:
             ).unbind(0)
         self.nbytes = size.nbytes * capacity
 
-    def spans(self) -> Iterator[tuple[int, ...]]:
-        """Yield the chunk's addresses and strides as in `native.rows.Spans`: once, or once for each page."""
-        size, k, v = self.k.itemsize, self.k, self.v
-        heads, scales, step = (k.stride(1) * size, v.stride(1) * size), (0, 0), 0
-        for page in range(len(k)):
-            if self.k_scale is not None and self.v_scale is not None:
-                scales = self.k_scale[page].data_ptr(), self.v_scale[page].data_ptr()
-                step = 4 * self.k_scale.stride(1)
-            yield k[page].data_ptr(), v[page].data_ptr(), *heads, *scales, step, step
+    def in_place(self) -> Iterator[KeysInPlace]:
+        """Yield the chunk's keys and values as they are in memory: once, or once for each page."""
+        for page in range(len(self.k)):
+            if self.k_scale is None or self.v_scale is None:
+                yield KeysInPlace(self.k[page], self.v[page])
+            else:
+                yield KeysInPlace(self.k[page], self.v[page], self.k_scale[page], self.v_scale[page])
 
     def give_back(self) -> None:
         """Return the chunk's memory to its slab, if it has one. No track may use the chunk any more."""
@@ -333,16 +331,12 @@ class Track:
         return every[0] if len(every) == 1 else torch.cat(every, 2)
 
     def spans(self) -> Spans:
-        """Return the addresses of all chunks that are not dropped, for the kernels on the CPU."""
+        """Return the places of all chunks that are not dropped, for the kernels on the CPU."""
         if self._spans is None:
-            numbers = array("q")
-            for chunk in self.chunks[self.first // CHUNK :]:
-                assert chunk is not None
-                for span in chunk.spans():
-                    numbers.extend(span)
+            chunks = [chunk for chunk in self.chunks[self.first // CHUNK :] if chunk is not None]
+            pieces = itertools.chain.from_iterable(chunk.in_place() for chunk in chunks)
             size, tokens = self.size, CHUNK if self.size.pool is None else SMALLEST_CHUNK
-            steps = (dim * size.dtype.itemsize for dim in (size.head_dim, size.value_dim))
-            self._spans = Spans(numbers, tokens, size.dtype, *steps)
+            self._spans = spans_of(pieces, tokens, size.dtype, size.head_dim, size.value_dim)
         return self._spans
 
     def numbers(self, start: int) -> Tensor:
