@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +93,9 @@ class Job:
             if t.segment == SLOT
         }
 
-    def index(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the values of the index tensors, which are always in the slot; empty if there are none."""
-        if not (index := [t for t in self.inputs if t.name in INDEX_TENSORS]):
-            return {}
-        return {t.name: np.frombuffer(view, t.dtype) for t, view in zip(index, self.views(index).values(), strict=True)}
+    def index(self, views: Mapping[str, memoryview]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the values of the index tensors, which are always among the `views` of the inputs."""
+        return {t.name: np.frombuffer(views[t.name], t.dtype) for t in self.inputs if t.name in INDEX_TENSORS}
 
     def hold(self) -> None:
         """Add a holder. `release` must be called when the engine no longer accesses the memory."""
@@ -114,7 +112,3 @@ class Job:
         """Return the seconds to the deadline, at least 0; None if there is no deadline."""
         deadline = self.message.deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-    @property
-    def late(self) -> bool:
-        return self.remaining() == 0.0

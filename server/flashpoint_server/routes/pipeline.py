@@ -213,8 +213,9 @@ async def carry_out(
     if elsewhere := message.elsewhere(spec):  # tensors in memory of the caller, which no plan holds
         plan = request.plan = plan.placed(Layout.of(message.inputs, spec.outputs, elsewhere))
     job = stage(service, request, plan.layout)
-    await message.receive(request, job.views(job.inputs))
-    index = job.index()
+    views = job.views(job.inputs)
+    await message.receive(request, views)
+    index = job.index(views)
     if index and cache_ref is None:  # the index tensors have arrived, and with their values the cost is exact
         service.admission.correct(request, price_of(spec, plan.backend, request.device, index))
     request.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
@@ -268,7 +269,7 @@ async def write(
     Copies to and from a GPU are separate stages; for the caller, `compute` includes them. Raises Refusal 504 and
     ClientGoneError.
     """
-    if job.late:
+    if job.remaining() == 0.0:
         raise out_of_time()
     done = job.done
     marks = request.marks = request.arrived, job.queued, done.began, done.ended, time.perf_counter()

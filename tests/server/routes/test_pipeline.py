@@ -55,7 +55,7 @@ def test_a_deadline_is_the_callers_up_to_the_longest_and_else_the_servers(asked,
 def test_an_answer_that_is_ready_after_its_deadline_is_refused():
     """The deadline may pass while an answer is encoded, after the engine has computed it in time."""
     with pytest.raises(Refusal) as refused:
-        asyncio.run(write(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(late=True), [], {}))
+        asyncio.run(write(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(remaining=lambda: 0.0), [], {}))
     assert refused.value.code == "deadline_exceeded"
 
 
