@@ -28,7 +28,7 @@ from flashpoint_contract.wording.sizes import in_bytes
 from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_kernels.problems.workspace import workspace_of
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.bodies import PlannedCall, encode, read_planned
+from flashpoint_server.ipc.bodies import PlannedCall, encode
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import CachedRates, Price, price_of
 from flashpoint_server.ipc.staging import Layout
@@ -55,7 +55,8 @@ class Plan(NamedTuple):
     spec: Spec
     backend: str
     device: DeviceInfo
-    packed: bytes  # a `PlannedCall`, encoded for the engine
+    call: PlannedCall  # what the engine gets
+    packed: bytes  # `call`, encoded
     layout: Layout
     price: Price
     answers: Mapping[str, TensorInfo]
@@ -66,8 +67,8 @@ class Plan(NamedTuple):
 
     def placed(self, layout: Layout) -> Plan:
         """Return the plan with its tensors at the places of another layout."""
-        call = structs.replace(read_planned(self.packed), inputs=layout.inputs, outputs=layout.outputs)
-        return self._replace(layout=layout, packed=encode(call))
+        call = structs.replace(self.call, inputs=layout.inputs, outputs=layout.outputs)
+        return self._replace(layout=layout, call=call, packed=encode(call))
 
 
 class Message:
@@ -159,14 +160,12 @@ def _planned(
     price = rates.price((), 0) if rates is not None else price_of(spec, backend, device)
     answers = {name: info for name, info in spec.outputs.items() if name != "lse" or chosen.return_lse}
     layout = Layout.of(infos.items(), spec.outputs)
-    packed = encode(
-        PlannedCall(
-            spec.direction, spec.options, backend, layout.inputs, layout.outputs,
-            layer=beside if message.kind == "caches" else None, caches=count,
-            recalled=beside if message.kind == "saved" else (),
-        )
+    call = PlannedCall(
+        spec.direction, spec.options, backend, layout.inputs, layout.outputs,
+        layer=beside if message.kind == "caches" else None, caches=count,
+        recalled=beside if message.kind == "saved" else (),
     )  # fmt: skip
-    return Plan(spec, backend, device, packed, layout, price, answers, {}, beside, rates, left)
+    return Plan(spec, backend, device, call, encode(call), layout, price, answers, {}, beside, rates, left)
 
 
 def check_size(spec: Spec, memory: int, sequence_limit: int, workspace: int = 0) -> None:
