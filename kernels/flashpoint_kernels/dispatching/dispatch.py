@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
@@ -37,6 +37,7 @@ _DERIVATIVES = {"tiled": "tiled_backend.derivatives", "reference": "reference_ba
 _TANGENTS = {"cpu": "cpu_backend.derivatives", **_DERIVATIVES}  # backends of the forward's tangents
 _OF_OPERATORS = ("torch", "tiled", "reference")  # backends that are made of torch's operators
 _OWN_FORWARD = ("reference", "cpu")  # backends whose `backward` computes missing `o` and `lse` itself
+_AS_IS = nullcontext()  # changes no mode of torch
 
 # Triton reads this variable when it defines kernels, so only the value at import time counts.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -152,12 +153,10 @@ def run_part(part: Problem, backend: str) -> None:
 
 def _run(problems: Sequence[Problem], backend: str) -> None:
     kind, spec = problems[0].device.type, problems[0].spec
-    with ExitStack() as modes:
-        modes.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(kind):  # it would convert float32 products inside a backend to 16 bits
-            modes.enter_context(torch.autocast(kind, enabled=False))
-        if backend in _OF_OPERATORS and spec.options.precision == "ieee":
-            modes.enter_context(exact_products())
+    # autocast would convert float32 products inside a backend to 16 bits
+    own_types = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IS
+    exact = exact_products() if backend in _OF_OPERATORS and spec.options.precision == "ieee" else _AS_IS
+    with torch.no_grad(), own_types, exact:
         _solve(problems if spec.has_columns else [problem.with_columns() for problem in problems], backend)
 
 
