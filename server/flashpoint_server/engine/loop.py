@@ -26,7 +26,7 @@ import structlog
 
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.execution.executor import Executor
-from flashpoint_server.engine.scheduling.engine_request import Worker, accept
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Worker, accept
 from flashpoint_server.engine.scheduling.scheduler import Scheduler
 from flashpoint_server.engine.scheduling.tasks import BenchmarkSlice, Task
 from flashpoint_server.engine.state.saved import SavedForward
@@ -245,7 +245,7 @@ class EngineLoop:
                 with self._lock:
                     match message:
                         case Submit():
-                            self._scheduler.admit(message, worker)
+                            self._scheduler.admit(EngineRequest.of(message, worker, self._executor.device.cuts))
                         case SavedOwners():
                             self._ledger.keep_owners(message.names)
                         case Forget():

@@ -199,9 +199,9 @@ class TellingExecutor(executor.Executor):
 class TellingScheduler(scheduler.Scheduler):
     taken: ClassVar = Counter()  # for each request id, the number of parts that a thread has started or will start next
 
-    def admit(self, message, worker):
-        super().admit(message, worker)
-        log.debug("queued", request_id=message.request_id)
+    def admit(self, request):
+        super().admit(request)
+        log.debug("queued", request_id=request.submit.request_id)
 
     def cancel(self, worker, number):
         super().cancel(worker, number)

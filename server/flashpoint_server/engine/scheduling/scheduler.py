@@ -44,7 +44,6 @@ from flashpoint_server.engine.scheduling.tasks import (
 from flashpoint_server.engine.scheduling.waiting import Budget, Waiting
 from flashpoint_server.engine.state.saved import SavedForward
 from flashpoint_server.ipc.bodies import Save
-from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.price import PASSED
 from flashpoint_server.refusal import out_of_time
 
@@ -68,7 +67,6 @@ class Resources(Protocol):
     cores: int
     launches: int
 
-    def cuts(self, backend: str) -> bool: ...
     def rows(self, job: EngineRequest) -> tuple[Row, ...]: ...
     def parts(self, job: EngineRequest) -> list[Problem]: ...
     def kin(self, job: EngineRequest) -> Hashable | None: ...
@@ -124,12 +122,11 @@ class Scheduler:
 
     # Requests
 
-    def admit(self, message: Submit, worker: Worker) -> None:
-        """Put a request into the queue. Raises ProblemError if its problem is not valid.
+    def admit(self, request: EngineRequest) -> None:
+        """Put a request into the queue.
 
         A request whose kernel must be compiled waits outside the queue, and does not delay other requests.
         """
-        request = EngineRequest.of(message, worker, self._device.cuts)
         if request.caches:
             assert self._holder is not None
             self._holder.enter(request.caches)

@@ -16,7 +16,7 @@ from flashpoint_contract.options import Options
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.scheduling import scheduler as module
-from flashpoint_server.engine.scheduling.engine_request import Worker
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Worker
 from flashpoint_server.engine.scheduling.scheduler import Scheduler
 from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compute, Launch, Split
 from flashpoint_server.engine.scheduling.waiting import Budget
@@ -112,12 +112,15 @@ class Bench:
     def wake(self):
         self.woken += 1
 
+    def put(self, message, peer):
+        self.scheduler.admit(EngineRequest.of(message, peer, self.device.cuts))
+
     def admit(self, sequences=1, *, backend="cpu", seconds=SHORT, deadline=None, rank=0.0):
         number = next(NUMBERS)
         shape = (sequences, 1, 4, 8)
         q, k, v, o = (PlacedTensor(name, "float32", shape, SLOT, 0) for name in "qkvo")
         body = encode(PlannedCall("forward", Options(), backend, (q, k, v), (o,)))
-        self.scheduler.admit(submit(body, number, seconds=seconds, rank=rank, deadline=deadline), self.peer)
+        self.put(submit(body, number, seconds=seconds, rank=rank, deadline=deadline), self.peer)
         return number
 
     def take(self, kind=Compute):
@@ -212,13 +215,13 @@ def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
 def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
     """If a running verification is cancelled, `failure` is set; the executor checks this between blocks and stops."""
     cancelled, gone = [submit(VerifyCall(b"{}"), next(NUMBERS), seconds=LONG) for _ in range(2)]
-    bench.scheduler.admit(cancelled, bench.peer)
+    bench.put(cancelled, bench.peer)
     launch = bench.take(Launch)
     assert launch.requests[0].failure is None
     bench.scheduler.cancel(bench.peer, cancelled.id)
     assert launch.requests[0].failure.code == "deadline_exceeded"
     bench.finish(launch)
-    bench.scheduler.admit(gone, bench.peer)
+    bench.put(gone, bench.peer)
     launch = bench.take(Launch)
     bench.scheduler.forget(bench.peer)
     assert launch.requests[0].failure.code == "deadline_exceeded"
@@ -303,7 +306,7 @@ class Calls(Bench):
         body = encode(PlannedCall("forward", Options(), "cpu", (q,), (o,), LayerShape(1, 8, 8, "float32"), 1))
         caches = CacheRef("alice", (10 * number + kin,), 0, None, "", None, -1)
         message = submit(body, number, seconds=seconds, rank=seconds, deadline=deadline, cache_ref=caches)
-        self.scheduler.admit(message, self.peers[peer])
+        self.put(message, self.peers[peer])
         return number
 
 
@@ -378,7 +381,7 @@ def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     for peer, caches in ((bench.peer, (one,)), (bench.peer, (one, two)), (bench.peer, (two,)), (other, (one, two))):
         numbers.append(next(NUMBERS))
         look = CacheCall("alice", LookAtCaches(), caches)
-        bench.scheduler.admit(submit(look, numbers[-1]), peer)
+        bench.put(submit(look, numbers[-1]), peer)
     bench.scheduler.forget(bench.peer)
     assert sorted(bench.answered) == [(number, "deadline_exceeded") for number in numbers[:3]]
     assert [cache.users for cache in store.find(terms, (one, two))] == [1, 1]
