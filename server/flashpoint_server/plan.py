@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from msgspec import structs
 from pydantic import ValidationError
@@ -43,7 +43,8 @@ KEPT = 1024  # maximum number of plans, of a few KiB each
 _NEVER_PLAIN = frozenset((*CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls with caches or saved forwards
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan(Layout):
     """The meaning of a head on one device: a checked problem, its backend, its cost, and the memory of its tensors.
 
     `answers` are the outputs that the caller gets. `beside` is as in `Plans.of`. A call over caches has `rates`, which
@@ -55,9 +56,8 @@ class Plan(NamedTuple):
     spec: Spec
     backend: str
     device: DeviceInfo
-    call: PlannedCall  # what the engine gets
+    call: PlannedCall  # for the engine
     packed: bytes  # `call`, encoded
-    layout: Layout
     price: Price
     answers: Mapping[str, TensorInfo]
     heads: dict[str, bytes]
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     def placed(self, layout: Layout) -> Plan:
         """Return the plan with its tensors at the places of another layout."""
         call = structs.replace(self.call, inputs=layout.inputs, outputs=layout.outputs)
-        return self._replace(layout=layout, call=call, packed=encode(call))
+        return replace(self, **vars(layout), call=call, packed=encode(call))
 
 
 class Message:
@@ -165,7 +165,10 @@ def _planned(
         layer=beside if message.kind == "caches" else None, caches=count,
         recalled=beside if message.kind == "saved" else (),
     )  # fmt: skip
-    return Plan(spec, backend, device, call, encode(call), layout, price, answers, {}, beside, rates, left)
+    return Plan(
+        **vars(layout), spec=spec, backend=backend, device=device, call=call, packed=encode(call), price=price,
+        answers=answers, heads={}, beside=beside, rates=rates, left=left,
+    )  # fmt: skip
 
 
 def check_size(spec: Spec, memory: int, sequence_limit: int, workspace: int = 0) -> None:

@@ -80,9 +80,9 @@ class Service(Listener):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def admit(self, request: Request, right: Permission) -> Caller:
-        """Return the caller, whose key must have `right`. Raises Refusal 401, 403, and 429 at the key's limits."""
-        caller = self.keys.find(request.headers)
+    def authorize(self, request: Request, right: Permission) -> Caller:
+        """Find the caller, whose key must have `right`. Raises Refusal 401, 403, and 429 at the key's limits."""
+        caller = request.caller = self.keys.find(request.headers)
         request.key = caller.name
         caller.use(right)
         return caller

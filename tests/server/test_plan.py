@@ -114,7 +114,7 @@ def test_the_outputs_of_a_saved_forward_are_those_that_the_caller_wants():
     made = Plans(Settings())
     assert list(planned(made, {"save": True}).answers) == ["o"]
     assert list(planned(made, {"save": True, "return_lse": True}).answers) == ["o", "lse"]
-    assert [t.name for t in planned(made, {"save": True}).layout.outputs] == ["o", "lse"]
+    assert [t.name for t in planned(made, {"save": True}).outputs] == ["o", "lse"]
 
 
 def test_an_engine_that_starts_again_has_new_plans():

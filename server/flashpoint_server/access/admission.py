@@ -148,7 +148,8 @@ class Admission:
         if deadline is not None and pace:
             self._check_wait(price.seconds, deadline - time.monotonic(), pace)
         before = self._flops[self._column], self._seconds[self._column]
-        self._replace(FREE, price)
+        self._flops[self._column] += price.flops
+        self._seconds[self._column] += price.seconds
         try:
             if sum(self._requests) > 1:
                 self._check_price(price)

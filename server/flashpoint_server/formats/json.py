@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from flashpoint_server.formats.message import Format, TensorMessage, check_exten
 from flashpoint_server.http.body import Part, RequestBody, copy
 from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.job import Job
-from flashpoint_server.plan import Plan, refuse_invalid
+from flashpoint_server.plan import refuse_invalid
 
 
 class JsonMessage(TensorMessage):
@@ -65,9 +65,6 @@ class Json(Format):
         if direction is not None:
             message.check(direction)
         return message
-
-    def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
-        return plan.answers.values()
 
     async def write(self, request: Request, job: Job, codec: Codecs) -> list[Part]:
         plan, views = request.plan, job.views(job.outputs)

@@ -25,7 +25,7 @@ from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE
-from flashpoint_server.plan import Message, Plan, refuse_invalid
+from flashpoint_server.plan import Message, refuse_invalid
 from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -38,6 +38,8 @@ _NUMBER = 25  # upper bound for the bytes of a float and its comma; those of -1.
 class TensorMessage(Message, ABC):
     """A message with the way to its tensors."""
 
+    in_regions = False  # whether some of its tensors, or of the answer, are in shared memory of the caller
+
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
         """Return (region, offset) for each tensor in the caller's shared memory, by name. Raises Refusal 422."""
         return NOWHERE
@@ -48,9 +50,12 @@ class TensorMessage(Message, ABC):
 
 
 class Format(ABC):
-    """A format of requests and answers. `whole` says whether the shapes are known only when the whole body is read."""
+    """A format of requests and answers.
 
-    whole: bool
+    `whole`: it is text, so that the shapes are known only when the whole body is read.
+    """
+
+    whole = False
 
     def __init__(self, media_type: str) -> None:
         self.media_type = media_type
@@ -60,10 +65,6 @@ class Format(ABC):
         self, request: Request, settings: Settings, codec: Codecs, direction: Direction | None
     ) -> TensorMessage:
         """Read the body until the options and shapes are known, and check the options. Raises Refusal."""
-
-    @abstractmethod
-    def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
-        """Return the outputs that the answer contains as text, not as bytes."""
 
     @abstractmethod
     async def write(self, request: Request, job: Job, codec: Codecs) -> list[Part]:

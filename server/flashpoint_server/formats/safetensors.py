@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from flashpoint_server.formats.message import Format, TensorMessage, check_exten
 from flashpoint_server.http.body import Part
 from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.job import Job
-from flashpoint_server.plan import Named, Plan
+from flashpoint_server.plan import Named
 from flashpoint_server.refusal import Refusal
 
 OCTETS = "application/octet-stream"  # also accepted for safetensors: some callers do not know its media type
@@ -29,8 +29,8 @@ class SafetensorsMessage(TensorMessage):
     def __init__(self, inputs: Named, options: Mapping[str, Any], size: int) -> None:
         self.inputs, self.options, self.size = inputs, options, size
 
-    async def receive(self, request: Request, places: Mapping[str, memoryview]) -> None:
-        await request.body.into([places[name] for name, _ in self.inputs], request.rest)
+    def receive(self, request: Request, places: Mapping[str, memoryview]) -> Coroutine[Any, Any, None]:
+        return request.body.into([places[name] for name, _ in self.inputs], request.rest)
 
 
 def _read(text: bytes, _: Direction | None) -> SafetensorsMessage:
@@ -55,8 +55,6 @@ _read_again = lru_cache(1024)(_read)
 class Safetensors(Format):
     """The safetensors format. An answer is sent from the memory into which the engine wrote it."""
 
-    whole = False
-
     async def read(
         self, request: Request, settings: Settings, codec: Codecs, direction: Direction | None
     ) -> TensorMessage:
@@ -71,8 +69,11 @@ class Safetensors(Format):
                 if not chunk:
                     raise wire.WireError(f"the body ends after {len(start)} bytes, inside its head")
                 start += chunk
-                if size == 8 and len(start) >= 8 and (size := wire.head_size(bytes(start[:8]))) > settings.head_limit:
-                    raise wire.WireError(f"a head of {size} bytes exceeds the limit of {settings.head_limit}")
+                if size == 8 and len(start) >= 8:
+                    size += int.from_bytes(start[:8], "little")
+                    if size > settings.head_limit:
+                        wire.head_size(bytes(start[:8]))  # raises an error with a hint if no head is as long
+                        raise wire.WireError(f"a head of {size} bytes exceeds the limit of {settings.head_limit}")
         except wire.WireError as error:
             raise Refusal("malformed_body", str(error)) from None
         text = bytes(start[:size])
@@ -88,9 +89,6 @@ class Safetensors(Format):
             message.new = False
         request.rest = bytes(memoryview(start)[size:])
         return message
-
-    def numbers(self, plan: Plan) -> Iterable[TensorInfo]:
-        return ()
 
     async def write(self, request: Request, job: Job, codec: Codecs) -> list[Part]:
         plan, views, metadata = request.plan, job.views(job.outputs), job.done.metadata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -58,7 +58,7 @@ class Request(Admitted):
     body: RequestBody = field(init=False, repr=False)
     send: Send = field(init=False, repr=False)
     query: str = ""
-    caller: Caller = field(init=False, repr=False)  # set by `authorize`
+    caller: Caller = field(init=False, repr=False)  # set by `Service.authorize`
     device: DeviceInfo = field(init=False, repr=False)  # set by `begin`, like `priority`
     priority: int = 0
     rest: bytes = b""  # the first bytes of the tensors, which arrived together with a message's head
@@ -73,7 +73,7 @@ class Request(Admitted):
             return request_of(scope)
         headers = scope[FIELDS] if FIELDS in scope else combined(scope["headers"])
         given_id = headers.get("x-request-id")
-        request_id = given_id if given_id is not None and NAME.fullmatch(given_id) else next(_IDS)
+        request_id = given_id if given_id is not None and NAME.fullmatch(given_id) else (_ids or _drawn()).pop()
         request = scope[_KEY] = cls(scope["method"], scope["path"], headers, request_id)
         return request
 
@@ -108,15 +108,14 @@ def request_of(scope: MutableMapping[str, Any]) -> Request:
     return cast(Request, scope[_KEY])
 
 
-def _random_ids() -> Iterator[str]:
-    """Yield random ids. One system call draws many ids, because the call itself takes as long as drawing ten."""
-    while True:
-        drawn = secrets.token_hex(16 * _IDS_AT_ONCE)
-        for start in range(0, len(drawn), 32):
-            yield drawn[start : start + 32]
+_ids: list[str] = []  # random ids that are not in use yet
 
 
-_IDS = _random_ids()
+def _drawn() -> list[str]:
+    """Draw ids, and return `_ids`. One system call draws many, because the call itself takes as long as drawing ten."""
+    drawn = secrets.token_hex(16 * _IDS_AT_ONCE)
+    _ids.extend(drawn[start : start + 32] for start in range(0, len(drawn), 32))
+    return _ids
 
 
 def combined(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

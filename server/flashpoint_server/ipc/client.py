@@ -96,17 +96,17 @@ class Listener:
 class Engine:
     """One engine process, connected through the abstract Unix socket `address`.
 
-    `ready` is called when the engine is ready. `unstarted` is called when it dies, with the jobs that had not started.
+    `changed` is called when the state has changed, `unstarted` when it dies, with the jobs that had not started.
     """
 
     def __init__(
         self,
         address: bytes,
-        ready: Callable[[], None],
+        changed: Callable[[], None],
         unstarted: Callable[[list[Job]], None],
         listeners: Sequence[Listener],
     ) -> None:
-        self._ready = ready
+        self._changed = changed
         self._unstarted = unstarted
         self._listeners = listeners
         self.state = State.STARTING
@@ -137,8 +137,12 @@ class Engine:
         self._channel = Channel(sock, FromEngine)
         asyncio.get_running_loop().add_reader(sock, self._hear)
 
+    def _become(self, state: State) -> None:
+        self.state = state
+        self._changed()
+
     def close(self) -> None:
-        self.state = State.STOPPED
+        self._become(State.STOPPED)
         self._lose("draining", "the server stopped before it answered this request; retry")
 
     def submit(self, job: Job) -> None:
@@ -237,14 +241,14 @@ class Engine:
                 case Hello() if (old := self.device) is not None and message.device.name != old.name:
                     # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
                     self.failure = f"the engine's restart changed its device from {old.name} to {message.device.name}"
-                    self.state = State.FAILED
+                    self._become(State.FAILED)
                 case Hello():
-                    self.device, self._pid, self.state = message.device, message.pid, State.READY
-                    self.incarnation = message.incarnation
+                    self.device, self._pid, self.incarnation = message.device, message.pid, message.incarnation
                     log.info("ready", **message.device.logged)
-                    self._ready()
+                    self._become(State.READY)
                 case Broken():
-                    self.state, self.failure = State.FAILED, message.reason
+                    self.failure = message.reason
+                    self._become(State.FAILED)
                 case VerifyProgressed():
                     job = self._sent[message.id]
                     if job.progress is not None and not job.answer.done():
@@ -302,10 +306,9 @@ class Engine:
     def _died(self) -> None:
         if self.state is State.FAILED:
             self._lose("engine_lost", "the engine cannot work on this machine: see the log")
-            self._unstarted([])
             return
         log.error("engine lost", jobs=len(self._sent))
-        self.state = State.STARTING
+        self._become(State.STARTING)
         self.before.add(self.incarnation)
         self.incarnation, self.holding = 0, Holding(0, 0)
         unbegun = list(self.unbegun)
@@ -316,7 +319,8 @@ class Engine:
         try:
             self.connect()
         except OSError as error:  # the socket's owner, the parent process, is gone
-            self.state, self.failure = State.FAILED, f"the engine's socket is gone: {error}"
+            self.failure = f"the engine's socket is gone: {error}"
+            self._become(State.FAILED)
         for listener in self._listeners:
             listener.lost(self)
         self._unstarted(unbegun)
@@ -347,11 +351,12 @@ class Engines:
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners = list(listeners)
         self._engines: list[Engine] = []
+        self.ready: list[Engine] = []  # those that take jobs
         self._waiting_jobs: deque[Job] = deque()  # jobs that wait until an engine is ready
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Connect to the engines at these addresses; `state` shows when one is ready."""
-        self._engines = [Engine(address, self._resume, self._keep, self.listeners) for address in addresses]
+        self._engines = [Engine(address, self._changed, self._keep, self.listeners) for address in addresses]
         for engine in self._engines:
             engine.connect()
 
@@ -382,10 +387,7 @@ class Engines:
     @property
     def device(self) -> DeviceInfo | None:
         """The device of the ready engines, which are all of one kind; None if no engine is ready."""
-        for engine in self._engines:
-            if engine.state is State.READY:
-                return engine.device
-        return None
+        return self.ready[0].device if self.ready else None
 
     @property
     def waiting_seconds(self) -> float:
@@ -396,7 +398,7 @@ class Engines:
     @property
     def pace(self) -> float:
         """The speed of all engines under load: seconds of predicted work that they do per second; 0 if unknown."""
-        return sum([engine.pace.rate for engine in self._ready()])
+        return sum([engine.pace.rate for engine in self.ready])
 
     def processes(self) -> Iterator[tuple[str, int]]:
         """Return name and process id of each engine whose device is known; the id is 0 if the engine has died."""
@@ -404,10 +406,11 @@ class Engines:
 
     def kernels_off(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Return name and switched-off kernels of each ready engine."""
-        return ((engine.process[0], engine.device.kernels_off) for engine in self._ready() if engine.device)
+        return ((engine.process[0], engine.device.kernels_off) for engine in self.ready if engine.device)
 
-    def _ready(self) -> list[Engine]:
-        return [engine for engine in self._engines if engine.state is State.READY]
+    def _changed(self) -> None:
+        self.ready = [engine for engine in self._engines if engine.state is State.READY]
+        self._resume()
 
     def submit(self, job: Job) -> asyncio.Future[None]:
         """Submit a job, and return its `answer`, which is done when the job has the answer.
@@ -415,8 +418,7 @@ class Engines:
         If the caller cancels the future or sets it, the engine is told to drop the job. The future or this call raises
         Refusal.
         """
-        ready = self._check_ready()
-        job.queued = time.perf_counter()
+        ready, job.queued = self.ready or self._check_ready(), time.perf_counter()
         job.answer, job.since = asyncio.get_running_loop().create_future(), time.monotonic()
         self._send(job, ready)
         return job.answer
@@ -428,7 +430,7 @@ class Engines:
     @property
     def stopped(self) -> bool:
         """Whether the processes of all ready engines are stopped."""
-        return all(engine.stopped for engine in self._ready())
+        return all(engine.stopped for engine in self.ready)
 
     def holder(self, incarnation: int) -> bool:
         """Return whether the engine with this incarnation is ready. Raises Refusal 503 if this is not known yet."""
@@ -441,16 +443,16 @@ class Engines:
 
     def incarnations(self) -> list[int]:
         """Return the incarnations of the ready engines."""
-        return [engine.incarnation for engine in self._ready()]
+        return [engine.incarnation for engine in self.ready]
 
     def tell_all(self, message: SavedOwners) -> None:
         """Send a message to every ready engine."""
-        for engine in self._ready():
+        for engine in self.ready:
             engine.tell(message)
 
     def forget_saved(self, incarnation: int, serial: int) -> None:
         """Free a saved forward whose id the caller has not received."""
-        for engine in self._ready():
+        for engine in self.ready:
             if engine.incarnation == incarnation:
                 engine.tell(Forget(serial))
 
@@ -462,8 +464,8 @@ class Engines:
 
     def _check_ready(self) -> list[Engine]:
         """Return the ready engines. Raises Refusal 503 if there are none."""
-        if ready := self._ready():
-            return ready
+        if self.ready:
+            return self.ready
         code = "draining" if self.state is State.STOPPED else "not_ready"
         raise Refusal(code, f"the engine is {self.state.value}")
 
@@ -491,7 +493,7 @@ class Engines:
             self._refuse_waiting("engine_lost", "no engine can work on this machine: see the log")
         while self._waiting_jobs and self.state is State.READY:
             if not (job := self._waiting_jobs.popleft()).answer.done():
-                self._send(job, self._ready())
+                self._send(job, self.ready)
 
     def _refuse_waiting(self, code: str, detail: str) -> None:
         while self._waiting_jobs:

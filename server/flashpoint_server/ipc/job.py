@@ -86,12 +86,12 @@ class Job:
 
     def views(self, tensors: Iterable[PlacedTensor]) -> dict[str, memoryview]:
         """Return the memory of each tensor in the slot, by name. Tensors in regions are left out."""
-        view, start = self.slot.segment.view, self.slot.offset
-        return {
-            t.name: view[start + t.offset : start + t.offset + math.prod(t.shape) * ITEMSIZE[t.dtype]]
-            for t in tensors
-            if t.segment == SLOT
-        }
+        memory, start, views = self.slot.segment.view, self.slot.offset, {}
+        for t in tensors:
+            if t.segment == SLOT:
+                at = start + t.offset
+                views[t.name] = memory[at : at + math.prod(t.shape) * ITEMSIZE[t.dtype]]
+        return views
 
     def index(self, views: Mapping[str, memoryview]) -> dict[str, np.ndarray[Any, Any]]:
         """Return the values of the index tensors, which are always among the `views` of the inputs."""

@@ -20,9 +20,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
+from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE, TensorInfo
 from flashpoint_server.ipc.bodies import SLOT, PlacedTensor
 from flashpoint_server.ipc.counts import Counts
 from flashpoint_server.ipc.regions import SEGMENT_NUMBERS, Region
@@ -137,7 +137,7 @@ class Pool:
 
     def take(self, size: int) -> Slot:
         """Return a slot of at least `size` bytes, aligned to 64 bytes. Raises PoolFullError."""
-        wanted = size_class(size)
+        wanted = size if size in self._free else size_class(size)
         if wanted > LARGEST:
             slot = Slot(self, self._grow(wanted), 0, wanted)
         else:
@@ -229,12 +229,13 @@ def aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Layout:
     """The locations of a request's tensors: inputs in the order of their bytes, then outputs.
 
     They end at `end` of a slot with `size` bytes. `nbytes` is the size of all tensors. `shapes` has the shapes of the
-    inputs as lists, for the log. `regions` are shared memory of callers that contains some of the tensors. Requests
-    share layouts, so a layout must not be changed.
+    inputs as lists, for the log. `indexed`: some inputs are index tensors. `regions` are shared memory of callers that
+    contains some of the tensors.
     """
 
     inputs: tuple[PlacedTensor, ...]
@@ -243,7 +244,8 @@ class Layout(NamedTuple):
     size: int
     nbytes: int
     shapes: Mapping[str, list[int]]
-    regions: tuple[Region, ...] = ()
+    indexed: bool
+    regions: tuple[Region, ...]
 
     @classmethod
     def of(
@@ -269,4 +271,5 @@ class Layout(NamedTuple):
         answers = tuple([place(name, info) for name, info in outputs.items()])
         shapes = {t.name: list(t.shape) for t in placed}
         regions = tuple({region for region, _ in elsewhere.values()})
-        return cls(placed, answers, end, size_class(end), nbytes, shapes, regions)
+        indexed = any(name in shapes for name in INDEX_TENSORS)
+        return cls(placed, answers, end, size_class(end), nbytes, shapes, indexed, regions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -77,7 +78,8 @@ class Metrics(Listener):
         self._seconds = histogram(
             "request_seconds", "Seconds from a request's head to the end of its answer", _SECONDS, "route"
         )
-        self._accepted = counter("accepted", "Compute requests admitted")
+        # Counts an admitted compute request. Call `left` once, when it ends.
+        self.accepted = partial(self._later, counter("accepted", "Compute requests admitted").inc)
         ended = counter("ended", "Admitted compute requests that have ended", "how")
         self._ended = {how: ended.labels(how) for how in ENDS}
         about = "Connections closed at the server's stop without an answer to their request"
@@ -86,6 +88,8 @@ class Metrics(Listener):
         self._bytes_out = counter("sent_bytes", "Bytes of response bodies sent")
         stage = histogram("stage_seconds", "Seconds of each stage of an answered request", _SECONDS, "stage")
         self._stages = {name: stage.labels(name) for name in STAGES}
+        # Records the seconds of each stage of an answered request. A stage of 0 seconds is not recorded.
+        self.took: Callable[[Mapping[str, float]], None] = partial(self._later, self._record)
 
         self._batch_size = histogram("batch_size", "Requests in one launch", (1, 2, 4, 8, 16, 32, 64, 128))
         tenths = tuple(tenth / 10 for tenth in range(1, 11))
@@ -164,17 +168,9 @@ class Metrics(Listener):
         self._bytes_in.inc(bytes_in)
         self._bytes_out.inc(bytes_out)
 
-    def accepted(self) -> None:
-        """Count an admitted compute request. Call `left` once, when it ends."""
-        self._later(self._accepted.inc)
-
     def left(self, how: str) -> None:
         """Count the end of an admitted request. `how` is answered, refused or cancelled."""
         self._later(self._ended[how].inc)
-
-    def took(self, stages: Mapping[str, float]) -> None:
-        """Record the seconds of each stage of an answered request. A stage of 0 seconds is not recorded."""
-        self._later(self._record, stages)
 
     def _record(self, stages: Mapping[str, float]) -> None:
         for name, seconds in stages.items():

@@ -91,6 +91,11 @@ class InferHead:
     options_of: dict[Direction, tuple[Options, int | None]] = field(default_factory=dict)  # those that are checked
 
     @property
+    def in_regions(self) -> bool:
+        """Whether an input or an output is in shared memory of the caller."""
+        return any([given.shared for given in self.inputs] + [wanted.shared for wanted in self.outputs])
+
+    @property
     def data_size(self) -> int:
         """The number of bytes that follow the head."""
         return sum(given.size for given in self.inputs)

@@ -20,7 +20,7 @@ from flashpoint_server.oip.models import Model
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.plan import refuse_invalid
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.pipeline import admit, authorize, begin, carry_out, earlier, write
+from flashpoint_server.routes.pipeline import admit, begin, carry_out, earlier, write
 from flashpoint_server.service import Service
 
 HEAD_LENGTH = "inference-header-content-length"
@@ -71,7 +71,7 @@ class Counted:
 async def infer(service: Service, request: Request, model: Model, statistics: Statistics) -> None:
     """Answer a request of POST /v2/models/{model}/infer. Raises Refusal and ClientGoneError."""
     headers = request.headers
-    authorize(service, request, "attention")
+    service.authorize(request, "attention")
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
         raise Refusal(
             "unsupported_media_type",

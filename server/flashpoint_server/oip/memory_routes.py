@@ -131,7 +131,7 @@ def cuda_router(service: Service) -> APIRouter:
 
 def _owner(service: Service, request: Request) -> str:
     """Return the name of the caller's key, which owns the regions. Raises Refusal 401 and 403."""
-    caller = service.admit(request_of(request.scope), "admin")
+    caller = service.authorize(request_of(request.scope), "admin")
     if "origin" in request.headers:  # sent by a web page, which would act with its viewer's access to this host
         raise Refusal("forbidden", "web pages may not use shared memory")
     return caller.name

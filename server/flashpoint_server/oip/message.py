@@ -27,6 +27,7 @@ class InferMessage(TensorMessage):
         self.inputs = tuple((given.name, given.info) for given in head.inputs)
         self.options, self.direction = head.options, direction
         self._regions = regions
+        self.in_regions = head.in_regions
         self._owner = owner
         self.kind = "plain"  # the head has no options of caches and saved forwards
         self.checked, self.seed = head.checked(direction)

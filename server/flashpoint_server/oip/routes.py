@@ -77,12 +77,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("", summary="Describe the server and its protocol extensions", responses=locked)
     async def server(request: Request) -> ServerMetadata:
-        service.admit(request_of(request.scope), "info")
+        service.authorize(request_of(request.scope), "info")
         return ServerMetadata(name="flashpoint", version=version("flashpoint"), extensions=extensions)
 
     @routes.post("/repository/index", summary="List the models", responses=locked)
     async def index(request: Request) -> list[IndexEntry]:
-        service.admit(request_of(request.scope), "info")
+        service.authorize(request_of(request.scope), "info")
         state, reason = "READY", ""
         try:
             service.check_working()
@@ -92,7 +92,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/models/stats", summary="Get the statistics of all models", responses=locked)
     async def all_stats(request: Request) -> dict[str, Any]:
-        service.admit(request_of(request.scope), "metrics")
+        service.authorize(request_of(request.scope), "metrics")
         return stats(*MODELS.values())
 
     @routes.get("/models/{name}/versions/{version}/ready", include_in_schema=False)
@@ -115,7 +115,7 @@ def router(service: Service) -> APIRouter:
         openapi_extra=_NAMED,
     )
     async def config(request: Request) -> dict[str, Any]:
-        service.admit(request_of(request.scope), "info")
+        service.authorize(request_of(request.scope), "info")
         return models.configuration(_model(request), service.settings.max_queue_delay)
 
     @routes.get("/models/{name}/versions/{version}/stats", include_in_schema=False)
@@ -123,13 +123,13 @@ def router(service: Service) -> APIRouter:
         "/models/{name}/stats", summary="Get a model's statistics", responses=locked | known, openapi_extra=_NAMED
     )
     async def model_statistics(request: Request) -> dict[str, Any]:
-        service.admit(request_of(request.scope), "metrics")
+        service.authorize(request_of(request.scope), "metrics")
         return stats(_model(request))
 
     @routes.get("/models/{name}/versions/{version}", include_in_schema=False)
     @routes.get("/models/{name}", summary="Describe a model's tensors", responses=locked | known, openapi_extra=_NAMED)
     async def metadata(request: Request) -> ModelMetadata:
-        service.admit(request_of(request.scope), "info")
+        service.authorize(request_of(request.scope), "info")
         return models.metadata(_model(request))
 
     def stats(*models: Model) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,6 @@ from starlette.types import Receive, Scope, Send
 from flashpoint_contract.options import Direction
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_contract.wording.sizes import in_bytes
-from flashpoint_server.access.keys import Caller
-from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
 from flashpoint_server.formats.negotiation import formats
@@ -42,7 +40,8 @@ _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any sett
 
 
 Handler = Callable[[Service, Request], Awaitable[None]]
-Numbers = Callable[[Plan], Iterable[TensorInfo]]  # returns the outputs that the answer contains as text, not as bytes
+# Returns the outputs that the answer contains as text, not as bytes. None stands for an answer that has none.
+Numbers = Callable[[Plan], Sequence[TensorInfo]] | None
 Compute = Callable[[Service, Request, TensorMessage, Numbers], Awaitable[Job]]
 MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
@@ -92,20 +91,16 @@ async def _refuse(request: Request, refusal: Refusal) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def authorize(service: Service, request: Request, right: Permission) -> Caller:
-    """Find the caller and check that it has `right`. Raises Refusal 401, 403 and 429."""
-    request.caller = service.admit(request, right)
-    return request.caller
-
-
 def begin(service: Service, request: Request) -> DeviceInfo:
     """Read deadline and priority, check the idempotency key, and register the request for the graceful shutdown.
 
     Raises Refusal 422 and 503.
     """
     request.body.deadline = deadline_of(request.headers, service.settings)
-    request.priority = priority_of(request.headers)
-    idempotency_key(request)  # a call that does not write refuses a wrong one, too
+    if "x-priority" in request.headers:
+        request.priority = priority_of(request.headers)
+    if "idempotency-key" in request.headers:
+        idempotency_key(request)  # a call that does not write refuses a wrong one, too
     request.device = service.begin()
     request.ends.append(service.end)
     return request.device
@@ -162,20 +157,25 @@ def stage(service: Service, request: Request, layout: Layout) -> Job:
     return job
 
 
+def every(plan: Plan) -> Sequence[TensorInfo]:
+    """Return all outputs of an answer."""
+    return list(plan.answers.values())
+
+
 async def attention(service: Service, request: Request, direction: Direction, planners: Mapping[Kind, Compute]) -> None:
     """Answer a call of attention or its gradients. `planners` has a function for each kind of call except "plain".
 
     Raises Refusal and ClientGoneError.
     """
-    authorize(service, request, "attention")
+    service.authorize(request, "attention")
     given, wanted = formats(request.headers)
     begin(service, request)
     message = await read(service, request, given, direction)
     if message.kind == "plain":
         plan = service.plans.of(message, request.device)
-        job = await carry_out(service, request, message, plan, wanted.numbers, plan.price)
+        job = await carry_out(service, request, message, plan, every if wanted.whole else None, plan.price)
     else:
-        job = await planners[message.kind](service, request, message, wanted.numbers)
+        job = await planners[message.kind](service, request, message, every if wanted.whole else None)
     parts = await wanted.write(request, job, service.codec)
     await write(service, request, job, parts, {"content-type": wanted.media_type})
 
@@ -202,23 +202,24 @@ async def carry_out(
     """
     body, spec = request.body, plan.spec
     request.plan = plan
-    if text := list(numbers(plan)):
+    text = () if numbers is None else numbers(plan)
+    if text:
         _check_text(text, service.settings.json_limit)
     if not request.inside:
-        admit(service, request, plan.layout.nbytes)
+        admit(service, request, plan.nbytes)
     if text:
         service.admission.grow(request, text_bytes(text))
     pace = service.engine.pace if body.deadline is not None else 0.0
     service.admission.charge(request, price, body.deadline, pace)
-    if elsewhere := message.elsewhere(spec):  # tensors in memory of the caller, which no plan holds
-        plan = request.plan = plan.placed(Layout.of(message.inputs, spec.outputs, elsewhere))
-    job = stage(service, request, plan.layout)
+    if message.in_regions:
+        plan = request.plan = plan.placed(Layout.of(message.inputs, spec.outputs, message.elsewhere(spec)))
+    job = stage(service, request, plan)
     views = job.views(job.inputs)
     await message.receive(request, views)
-    index = job.index(views)
+    index = job.index(views) if plan.indexed else {}
     if index and cache_ref is None:  # the index tensors have arrived, and with their values the cost is exact
         service.admission.correct(request, price_of(spec, plan.backend, request.device, index))
-    request.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
+    request.facts.update(backend=plan.backend, shapes=plan.shapes)
     seed, keeping = message.seed if seed is None else seed, None if saved is None else saved(index)
     return await submit(service, request, job, plan.packed, request.price, incarnation, lost, seed, cache_ref, keeping)
 

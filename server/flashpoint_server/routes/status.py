@@ -101,7 +101,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/info", summary="Describe versions, device, backends, load and limits", responses=problems(*_LOCKED))
     async def info(request: Request) -> Info:
-        caller = service.admit(request_of(request.scope), "info")
+        caller = service.authorize(request_of(request.scope), "info")
         device, settings, holding = service.engine.device, service.settings, service.engine.holding
         backends = list(device.backends) if device else []
         return Info(
@@ -151,7 +151,7 @@ def router(service: Service) -> APIRouter:
         response_class=Response,
     )
     async def metrics(request: Request) -> Response:
-        service.admit(request_of(request.scope), "metrics")
+        service.authorize(request_of(request.scope), "metrics")
         service.report()
         return Response(service.metrics.exposition(service.engine.device), media_type=MEDIA_TYPE)
 

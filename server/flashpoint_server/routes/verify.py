@@ -33,7 +33,6 @@ from flashpoint_server.plan import Named, check_size, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
     admit,
-    authorize,
     begin,
     limit,
     reply,
@@ -54,7 +53,7 @@ async def verify(service: Service, request: Request) -> None:
     engine draws the tensors from a seed.
     """
     body = request.body
-    authorize(service, request, "verify")
+    service.authorize(request, "verify")
     given = request_format(request.headers)
     device = begin(service, request)
     limit(service, request, given)

@@ -30,7 +30,7 @@ from flashpoint_server.oip.models import Model, find
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.plan import Plan, refuse_invalid
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
-from flashpoint_server.routes.pipeline import authorize, begin, carry_out, earlier, write
+from flashpoint_server.routes.pipeline import begin, carry_out, earlier, write
 from flashpoint_server.service import Service
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
@@ -144,7 +144,7 @@ async def infer_grpc(service: Service, request: Request, statistics: Statistics)
 
 
 async def _infer(service: Service, request: Request, body: MessageBody, statistics: Statistics) -> None:
-    caller = authorize(service, request, "attention")
+    caller = service.authorize(request, "attention")
     begin(service, request)
     body.deadline = earlier(body.deadline, body.incoming.deadline)
     body.incoming.hold.owner = caller.name

@@ -103,7 +103,7 @@ async def _with_key_weights(
     outputs["key_weights"] = key_weights_info(spec, max(ends) + new)
     service.admission.hold(request, outputs["key_weights"].nbytes)
     answers = {name: outputs[name] for name in plan.answers}
-    return plan.placed(Layout.of(message.inputs, outputs))._replace(answers=answers)
+    return replace(plan.placed(Layout.of(message.inputs, outputs)), answers=answers)
 
 
 async def _lengths(service: Service, request: Request, ids: Sequence[CacheId], layer: int) -> list[int]:
@@ -118,7 +118,7 @@ def _cut(plan: Plan, job: Job, keys: int) -> Plan:
     reserved = plan.answers["key_weights"]
     info = TensorInfo(reserved.dtype, (*reserved.shape[:-1], keys))
     job.outputs = with_shapes(job.outputs, {"key_weights": info.shape})
-    return plan._replace(answers={**plan.answers, "key_weights": info})
+    return replace(plan, answers={**plan.answers, "key_weights": info})
 
 
 def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:

@@ -39,7 +39,6 @@ from flashpoint_server.routes.pipeline import (
     Handler,
     Route,
     admit,
-    authorize,
     begin,
     idempotency_key,
     read,
@@ -80,7 +79,7 @@ def route(service: Service, method: str, path: str, handle: Handler) -> Starlett
 
 
 async def _served(service: Service, request: Request, handle: Handler) -> None:
-    authorize(service, request, "attention")
+    service.authorize(request, "attention")
     if not service.settings.cache_bytes:
         raise Refusal("not_found", "this server has no caches and saved forwards: --cache-bytes is 0")
     set_replica_header(service, request)

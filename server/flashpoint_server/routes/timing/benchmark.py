@@ -55,7 +55,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
 
     async def find(request: Request, id: str) -> tuple[Caller, KnownBenchmark]:
         """Return the caller and their benchmark; with `admin`, anyone's. Raises Refusal 401, 403 and 404."""
-        caller = service.admit(request_of(request.scope), "benchmark")
+        caller = service.authorize(request_of(request.scope), "benchmark")
         benchmark = await benchmarks.get(id)
         if caller.name != benchmark.owner and "admin" not in caller.rights:
             raise no_such_benchmark()
@@ -64,7 +64,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_BODY)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """The benchmark runs in short slices. Between them the device serves other requests."""
-        caller = service.admit(request_of(request.scope), "benchmark")  # first, so that a refused body is not read
+        caller = service.authorize(request_of(request.scope), "benchmark")  # first, so that a refused body is not read
         check_json(request.headers)
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         benchmark_request = await read_model(body, BenchmarkRequest, REQUEST_LIMIT, service.codec)
