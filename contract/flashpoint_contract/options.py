@@ -313,14 +313,14 @@ class Options:
     @cached_property
     def given(self) -> frozenset[str]:
         """The names of the options whose values are not the default."""
-        return frozenset(name for name, option in OPTIONS.items() if getattr(self, name) != option.default)
+        return frozenset([name for name, option in OPTIONS.items() if getattr(self, name) != option.default])
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:  # cached, because each request hashes its options, and hashing every field is slow
-        return hash(tuple(getattr(self, name) for name in OPTIONS))
+        return hash(tuple([getattr(self, name) for name in OPTIONS]))
 
 
 OPTIONS: dict[str, Option] = {

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashpoint_server.formats.codec_process import NUMBER, beside, numbers, pack, room, unpack
+from flashpoint_server.formats.codec_process import HEAD, beside, pack, room, size_of, sizes_of, unpack
 from flashpoint_server.refusal import Refusal, out_of_time
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _weight(argument: Any) -> int:
     """Return the size of an argument that is a text, or a mapping of arrays, in bytes."""
     if isinstance(argument, bytes | memoryview | str):
         return len(argument)
-    return sum(getattr(one, "nbytes", 0) for one in argument.values()) if isinstance(argument, dict) else 0
+    return sum([getattr(one, "nbytes", 0) for one in argument.values()]) if isinstance(argument, dict) else 0
 
 
 class Codec:
@@ -208,9 +208,9 @@ class _Process:
         function, arguments = message
         for piece in pack((function, [beside(one) for one in arguments])):
             await loop.sock_sendall(self._sock, piece)
-        (count,) = numbers(await self._read(NUMBER))
-        sizes = numbers(await self._read(NUMBER * count))
-        returned, value = unpack([await self._read(size) for size in sizes])
+        head = await self._read(HEAD)
+        middle = await self._read(size_of(head))
+        returned, value = unpack(middle, [await self._read(size) for size in sizes_of(head, middle)])
         return returned, value
 
     async def _read(self, size: int) -> memoryview:

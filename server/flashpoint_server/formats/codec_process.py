@@ -1,8 +1,9 @@
 """The process for JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID --name NAME`.
 
 It makes the calls that codec.py sends on a stream socket, one after another, until the socket is closed. A message is a
-pickle with out-of-band buffers (PEP 574): the number of pieces, the size of each, and then their bytes. A call is
-(function, arguments); an answer is (whether the function returned, the value or the exception).
+pickle with out-of-band buffers (PEP 574), the arrays: their number, the size of the pickle, the size of each array, the
+pickle, and the arrays. A call is (function, arguments); an answer is (whether the function returned, the value or the
+exception).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pickle
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,29 @@ import numpy as np
 from flashpoint_server.observability.lines import take_stderr
 from flashpoint_server.processes.parent import die_with_parent
 
-NUMBER = 8  # bytes of the number of pieces of a message, and of the size of each piece
+HEAD = 16  # bytes of the first two numbers of a message: of arrays, and of the bytes of the pickle
+_SIZE = 8  # bytes of the size of an array
 
 
-def pack(message: Any) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a message in the order of sending, without copying the memory of arrays."""
+def pack(message: Any) -> list[bytes | memoryview]:
+    """Return the bytes of a message in the order of sending, without copying the memory of arrays."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(message, 5, buffer_callback=buffers.append)
     arrays = [buffer.raw() for buffer in buffers]
-    sizes = [len(text), *[array.nbytes for array in arrays]]
-    yield struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes) + text
-    yield from arrays
+    sizes = [array.nbytes for array in arrays]
+    return [struct.pack(f"<{2 + len(sizes)}Q", len(sizes), len(text), *sizes) + text, *arrays]
 
 
-def numbers(packed: memoryview) -> tuple[int, ...]:
-    """Return the numbers that `packed` has, of NUMBER bytes each."""
-    return struct.unpack(f"<{len(packed) // NUMBER}Q", packed)
+def size_of(head: memoryview) -> int:
+    """Return the bytes between a message's first HEAD bytes, `head`, and its arrays."""
+    count, size = struct.unpack("<2Q", head)
+    return int(count * _SIZE + size)
+
+
+def sizes_of(head: memoryview, middle: memoryview) -> tuple[int, ...]:
+    """Return the sizes of a message's arrays. `middle` are the bytes before them."""
+    count, _ = struct.unpack("<2Q", head)
+    return struct.unpack_from(f"<{count}Q", middle)
 
 
 def beside(value: Any) -> Any:
@@ -43,8 +51,8 @@ def beside(value: Any) -> Any:
     return pickle.PickleBuffer(value) if isinstance(value, bytes | memoryview) else value
 
 
-def unpack(pieces: Sequence[memoryview]) -> Any:
-    return pickle.loads(pieces[0], buffers=pieces[1:])
+def unpack(middle: memoryview, arrays: Sequence[memoryview]) -> Any:
+    return pickle.loads(middle[_SIZE * len(arrays) :], buffers=arrays)
 
 
 def room(size: int) -> memoryview:
@@ -62,8 +70,9 @@ def _read(sock: socket.socket, size: int) -> memoryview:
 
 
 def _receive(sock: socket.socket) -> Any:
-    (count,) = numbers(_read(sock, NUMBER))
-    return unpack([_read(sock, size) for size in numbers(_read(sock, NUMBER * count))])
+    head = _read(sock, HEAD)
+    middle = _read(sock, size_of(head))
+    return unpack(middle, [_read(sock, size) for size in sizes_of(head, middle)])
 
 
 def main() -> int:

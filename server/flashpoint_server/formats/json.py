@@ -26,7 +26,7 @@ class JsonMessage(TensorMessage):
 
     def __init__(self, arrays: dict[str, np.ndarray[Any, Any]], options: Mapping[str, Any]) -> None:
         self._arrays = arrays
-        self.inputs = tuple((name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items())
+        self.inputs = tuple([(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()])
         self.options = options
 
     @classmethod

@@ -73,7 +73,7 @@ class Format(ABC):
 
 def text_bytes(tensors: Iterable[TensorInfo]) -> int:
     """Return the maximum size of tensors as text, in bytes."""
-    return _NUMBER * sum(math.prod(info.shape) for info in tensors)
+    return _NUMBER * sum([math.prod(info.shape) for info in tensors])
 
 
 def check_extent(options: Mapping[str, Any]) -> None:

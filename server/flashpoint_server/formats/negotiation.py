@@ -19,9 +19,9 @@ _TAKEN = {SAFETENSORS.media_type: SAFETENSORS, JSON.media_type: JSON, OCTETS: SA
 
 def formats(headers: Mapping[str, str]) -> tuple[Format, Format]:
     """Return the formats of the request and of its answer. Raises Refusal 406 and 415."""
-    plain = _TAKEN.get(headers.get("content-type", ""))
-    if plain is not None and "content-encoding" not in headers and headers.get("accept", "") in ("", "*/*"):
-        return plain, plain  # what most callers send
+    sent = _TAKEN.get(headers.get("content-type", ""))
+    if sent and "content-encoding" not in headers and headers.get("accept", "") in ("", "*/*", sent.media_type):
+        return sent, sent  # what most callers send
     given = request_format(headers)
     return given, answer_format(headers, given)
 

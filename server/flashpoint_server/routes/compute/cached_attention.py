@@ -51,11 +51,15 @@ async def compute_cached(service: Service, request: Request, message: TensorMess
     plan = service.plans.of(message, request.device, layer, options)
     rates = plan.rates
     assert rates is not None
-    known = [service.cache_lengths.get(one.serial, (0, 0)) for one in ids]
-    price = rates.price([length for length, _ in known], sum(read for _, read in known))
+    serials, lengths, reads = [], [], []
+    for one in ids:
+        length, read = service.cache_lengths.get(one.serial, (0, 0))
+        serials.append(one.serial)
+        lengths.append(length)
+        reads.append(read)
     cache_ref = CacheRef(
         owner=request.caller.name,
-        caches=tuple([one.serial for one in ids]),
+        caches=tuple(serials),
         layer=cache_options.layer,
         at=cache_options.at,
         key=key,
@@ -65,14 +69,14 @@ async def compute_cached(service: Service, request: Request, message: TensorMess
     )
     if message.checked.return_key_weights:
         plan = await _with_key_weights(service, request, message, plan, cache_options, ids)
-    engine = ids[0].incarnation
+    engine, price = ids[0].incarnation, rates.price(lengths, sum(reads))
     job = await carry_out(
         service, request, message, plan, numbers, price, seed=seed, cache_ref=cache_ref, incarnation=engine
     )
-    lengths: list[int] = job.done.metadata["lengths"]
+    lengths = job.done.metadata["lengths"]
     if message.checked.return_key_weights:
         request.plan = _cut(plan, job, max(lengths))
-    reads: list[int] = job.done.metadata.pop("reads", lengths)
+    reads = job.done.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
         service.cache_lengths[one.serial] = length, read
         service.cache_lengths.move_to_end(one.serial)
@@ -127,8 +131,9 @@ def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
         many = f"{layers} layer{'' if layers == 1 else 's'}"
         raise invalid([("layer", f"{cache_options.layer} does not exist: each cache has {many}, from 0")])
     layer = ids[0].layer(cache_options.layer)
-    if any(one.shape.layers <= cache_options.layer or one.layer(cache_options.layer) != layer for one in ids[1:]):
-        raise invalid([("caches", "have different shapes or dtypes in this layer")])
+    for one in ids[1:]:
+        if one.shape.layers <= cache_options.layer or one.layer(cache_options.layer) != layer:
+            raise invalid([("caches", "have different shapes or dtypes in this layer")])
     return layer
 
 
@@ -155,14 +160,14 @@ async def found_caches(
     Errors name a cache by its entry in `fields`; without `fields`, as `caches.0`, `caches.1` and so on. Raises Refusal
     404, 410, 421, 422 and 503.
     """
-    owner = request.caller.name
+    owner, own_replica = request.caller.name, service.cache_ids.replica
+    if len(texts) == 1 and len(texts[0]) <= ID_LENGTH:
+        only = service.cache_ids.read(owner, texts[0])
+        if only is not None and only.replica == own_replica and service.engine.holder(only.incarnation):
+            return [only]  # most calls end here: one valid cache
     ids: list[CacheId | None] = []
     async for some in in_turns(texts):
         ids += [service.cache_ids.read(owner, text) if len(text) <= ID_LENGTH else None for text in some]
-    own_replica = service.cache_ids.replica
-    only = ids[0] if len(ids) == 1 else None
-    if only is not None and only.replica == own_replica and service.engine.holder(only.incarnation):
-        return [only]  # most calls end here: one valid cache
     known = [one for one in ids if one is not None]
     here = {one.incarnation for one in known if one.replica == own_replica}
     there = {incarnation: service.engine.holder(incarnation) for incarnation in here}
