@@ -123,8 +123,7 @@ class Engine:
         self._sent: dict[int, Job] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
-        # Messages to send when the socket's buffer has room. They are encoded before they are queued: an encoding error
-        # must not stop the queue.
+        # Messages to send when the socket's buffer has room, encoded: an encoding error must not stop the queue.
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
     def connect(self) -> None:
