@@ -15,7 +15,8 @@ DEVICE = DeviceInfo("cpu", "a processor", 1 << 30, ("cpu",), 1e9)
 
 
 def ready(engine):
-    engine.state, engine.device = State.READY, DEVICE
+    engine.device = DEVICE
+    engine.become(State.READY)
 
 
 def with_engine(settings):

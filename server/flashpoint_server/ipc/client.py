@@ -136,12 +136,12 @@ class Engine:
         self._channel = Channel(sock, FromEngine)
         asyncio.get_running_loop().add_reader(sock, self._hear)
 
-    def _become(self, state: State) -> None:
+    def become(self, state: State) -> None:
         self.state = state
         self._changed()
 
     def close(self) -> None:
-        self._become(State.STOPPED)
+        self.become(State.STOPPED)
         self._lose("draining", "the server stopped before it answered this request; retry")
 
     def submit(self, job: Job) -> None:
@@ -240,14 +240,14 @@ class Engine:
                 case Hello() if (old := self.device) is not None and message.device.name != old.name:
                     # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
                     self.failure = f"the engine's restart changed its device from {old.name} to {message.device.name}"
-                    self._become(State.FAILED)
+                    self.become(State.FAILED)
                 case Hello():
                     self.device, self._pid, self.incarnation = message.device, message.pid, message.incarnation
                     log.info("ready", **message.device.logged)
-                    self._become(State.READY)
+                    self.become(State.READY)
                 case Broken():
                     self.failure = message.reason
-                    self._become(State.FAILED)
+                    self.become(State.FAILED)
                 case VerifyProgressed():
                     job = self._sent[message.id]
                     if job.progress is not None and not job.answer.done():
@@ -307,7 +307,7 @@ class Engine:
             self._lose("engine_lost", "the engine cannot work on this machine: see the log")
             return
         log.error("engine lost", jobs=len(self._sent))
-        self._become(State.STARTING)
+        self.become(State.STARTING)
         self.before.add(self.incarnation)
         self.incarnation, self.holding = 0, Holding(0, 0)
         unbegun = list(self.unbegun)
@@ -319,7 +319,7 @@ class Engine:
             self.connect()
         except OSError as error:  # the socket's owner, the parent process, is gone
             self.failure = f"the engine's socket is gone: {error}"
-            self._become(State.FAILED)
+            self.become(State.FAILED)
         for listener in self._listeners:
             listener.lost(self)
         self._unstarted(unbegun)

@@ -242,9 +242,11 @@ def test_the_service_fails_only_when_all_engines_have_failed(monkeypatch):
     monkeypatch.setattr(Engine, "connect", lambda engine: made.append(engine))
     engines.connect([b"a", b"b"])
     first, second = made
-    first.state, first.failure = State.FAILED, "broken"
+    first.failure = "broken"
+    first.become(State.FAILED)
     assert (engines.state, engines.failure) == (State.STARTING, None)
-    second.state = State.READY
+    second.become(State.READY)
     assert (engines.state, engines.failure) == (State.READY, None)
-    second.state, second.failure = State.FAILED, "broken too"
+    second.failure = "broken too"
+    second.become(State.FAILED)
     assert (engines.state, engines.failure) == (State.FAILED, "broken")
