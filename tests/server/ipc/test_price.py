@@ -11,6 +11,7 @@ from flashpoint_server.access.admission import Admission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of, verification_price
+from tests.support.admitted import Entered
 
 RATES = {
     "cpu": Rates(call=1.0, sequence=0.01, flop=1e-6, score=0.0, options={"bool_mask": 0.1}),
@@ -50,7 +51,7 @@ def test_lengths_lower_the_price_and_it_is_counted_again():
     assert (upper.flops, exact.flops) == (300 * 16, 101 * 16)
     assert exact.seconds < upper.seconds
     admission = Admission(Settings())
-    with admission.permit(0) as permit:
+    with Entered(admission, 0) as permit:
         permit.charge(upper)
         permit.correct(exact)
         assert (admission.flops, admission.seconds) == exact
