@@ -37,6 +37,7 @@ CALLS = 5  # of each mode, of which the one with the fewest calls of functions c
 KEYS = 1024  # of the cache over which a token is decoded
 SETTLE_SECONDS = 0.5  # after an answer, until both processes have finished with the call
 NOT_COUNTED = ("observability/lines.py", "cli/serving.py")
+WINDOWS = "first", "again", "connection", "shape", "third"
 TRACED = Path(__file__).resolve().parent / "traced"
 # A child that has imported the library times nothing: it only writes the trace of its third call.
 LIBRARY = """
@@ -170,8 +171,9 @@ def by_library(trace: Trace, mode: str) -> None:
 def lives(windows: dict[str, set[Seen]]) -> list[dict[str, str]]:
     """Return a row for each class: process, module, name, and how long its objects live at least.
 
-    `windows` has the objects of the first call, of the same call ("again"), of the same call on a new connection, and
-    of a call of another shape.
+    `windows` has the objects of the first call, of the same call ("again"), of the same call on a new connection, of a
+    call of another shape, and of one of a third shape. An object may live as long as the process and be seen first with
+    the other shape, but hardly with the third.
     """
     kinds = {(one.process, one.module, one.name) for seen in windows.values() for one in seen}
     rows = []
@@ -180,20 +182,20 @@ def lives(windows: dict[str, set[Seen]]) -> list[dict[str, str]]:
             window: {one.number for one in seen if (one.process, one.module, one.name) == (process, module, name)}
             for window, seen in windows.items()
         }
-        first, again, connection, shape = (ours[name] for name in ("first", "again", "connection", "shape"))
+        first, again, connection, shape, third = (ours[name] for name in WINDOWS)
         if -1 in again or again - first:
             life = "call"
         elif -1 in connection or connection - again - first:
             life = "connection"
         else:
-            life = "plan" if -1 in shape or shape - connection - again - first else "process"
+            life = "plan" if -1 in third or third - shape - connection - again - first else "process"
         rows.append({"process": process, "module": module, "name": name, "life": life})
     return rows
 
 
 def classes(trace: Trace, port: int) -> list[dict[str, str]]:
     """Return a row for each class whose objects a warm `POST /attention` makes or passes on."""
-    call, other = small(port), small(port, (2, 8, 64, 64))
+    call, other, third = small(port), small(port, (2, 8, 64, 64)), small(port, (1, 4, 96, 64))
     for _ in range(3):
         call()
     with trace.window("first"):
@@ -206,7 +208,9 @@ def classes(trace: Trace, port: int) -> list[dict[str, str]]:
         small(port)()
     with trace.window("shape"):
         other()
-    found = {window: trace.objects(window) for window in ("first", "again", "connection", "shape")}
+    with trace.window("third"):
+        third()
+    found = {window: trace.objects(window) for window in WINDOWS}
     engines = {one.process for one in found["again"] if one.module == "flashpoint_server.engine.loop"}
     for window, seen in found.items():
         found[window] = {one._replace(process="engine" if one.process in engines else "HTTP") for one in seen}
