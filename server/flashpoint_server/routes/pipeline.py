@@ -72,6 +72,7 @@ class Route:
             await _refuse(request, Refusal("out_of_memory", "the HTTP process ran out of memory for this request"))
         finally:
             request.bytes_in = max(request.bytes_in, body.received)
+            del request.body, request.send  # they lead back to it: only the garbage collector frees a reference cycle
 
 
 async def _refuse(request: Request, refusal: Refusal) -> None:

@@ -5,9 +5,11 @@ and none is 400. The server does not write to released memory.
 """
 
 import contextlib
+import gc
 import itertools
 import socket
 import time
+import weakref
 
 import pytest
 from hypothesis import settings
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from flashpoint_server.http import body, protocol
-from flashpoint_server.http.body import NEARLY
+from flashpoint_server.http import request as http_request
+from flashpoint_server.http.body import NEARLY, RequestBody
 from flashpoint_server.refusal import STATUS
 from tests.support.connections import CALLBACKS, REFUSALS, RELEASED, Bench, answers, body_of, code_of
 
@@ -328,3 +331,23 @@ def test_a_bug_in_reading_a_request_is_500(bench, monkeypatch):
     with connection:
         ((status, _, body),) = exchanged(bench, connection, Request(0, 100, "answers", 0, False, False).text)
     assert (status, code_of(body)) == (500, "internal_error")
+
+
+@pytest.mark.parametrize("plan", ["answers", "late"])
+def test_an_ended_request_is_freed_without_the_garbage_collector(bench, plan):
+    """A request, its body and its plan are no reference cycle: they are freed when the next request has come."""
+    connection, _ = bench.connect()
+    gc.collect()
+    gc.disable()
+    try:
+        with connection:
+            exchanged(bench, connection, Request(0, 100, plan, 0, False, False).text)
+            held = [one for one in gc.get_objects() if type(one) in (http_request.Request, RequestBody)]
+            refs = [weakref.ref(one) for one in held]
+            assert refs
+            del held
+            exchanged(bench, connection, Request(1, 100, "answers", 0, False, False).text)
+            bench.turn()
+            assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()

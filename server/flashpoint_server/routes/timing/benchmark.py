@@ -141,6 +141,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
             raise invalid([("kind", str(error))]) from None
         finally:
             service.admission.leave(ours)
+            del ours.body  # it leads back to the request
         return Response(picture, media_type=pictures.MEDIA_TYPES[format])
 
     return routes
