@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from .markdown import NOT_MEASURED, ROOT, Result, by_machine, made_on, named, results, table
 
 SERVER = "flashpoint_server"
-LIVES = {"call": "each call", "connection": "each connection", "plan": "once for a plan", "process": "once"}
+LIVES = {"call": "each call", "connection": "each connection", "plan": "once for a head or plan", "process": "once"}
 
 
 def _result() -> Result | None:

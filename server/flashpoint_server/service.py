@@ -69,9 +69,9 @@ class Service(Listener):
         self.keys = Keyring(settings, shared, self.files)
         self.cache_ids = CacheIds(settings, shared)
         self.saved_ids = SavedIds(self.cache_ids)
-        # For each cache that this process has used, by the cache's serial number: its length, and the number of keys
-        # that the last call read from it.
-        self.cache_lengths: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        # For each cache that this process has used, by its engine's incarnation and its serial number: its length, and
+        # the number of keys that the last call read from it.
+        self.cache_lengths: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self.sites = OriginPolicy(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
         self.draining = False

@@ -53,7 +53,7 @@ async def compute_cached(service: Service, request: Request, message: TensorMess
     assert rates is not None
     serials, lengths, reads = [], [], []
     for one in ids:
-        length, read = service.cache_lengths.get(one.serial, (0, 0))
+        length, read = service.cache_lengths.get((one.incarnation, one.serial), (0, 0))
         serials.append(one.serial)
         lengths.append(length)
         reads.append(read)
@@ -78,8 +78,8 @@ async def compute_cached(service: Service, request: Request, message: TensorMess
         request.plan = _cut(plan, job, max(lengths))
     reads = job.done.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
-        service.cache_lengths[one.serial] = length, read
-        service.cache_lengths.move_to_end(one.serial)
+        service.cache_lengths[one.incarnation, one.serial] = length, read
+        service.cache_lengths.move_to_end((one.incarnation, one.serial))
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
     service.admission.settle(request, rates.price(lengths, sum(reads)))
