@@ -31,7 +31,7 @@ from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.state.memory import Memory
+from flashpoint_server.engine.state.memory import MappedMemory
 from flashpoint_server.ipc.bodies import CacheRef, PlacedTensor
 from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.refusal import Refusal, invalid, of_problem
@@ -109,7 +109,9 @@ class CachedCall(NamedTuple):
     payload: bytes = b""
 
     @classmethod
-    def of_request(cls, of: CallTensors, submit: Submit, inputs: Sequence[PlacedTensor], memory: Memory) -> CachedCall:
+    def of_request(
+        cls, of: CallTensors, submit: Submit, inputs: Sequence[PlacedTensor], memory: MappedMemory
+    ) -> CachedCall:
         """Return the call that a message submits, with `inputs` in shared memory."""
         cache_ref, seed = submit.cache_ref, submit.seed
         assert cache_ref is not None

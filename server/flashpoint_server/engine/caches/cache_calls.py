@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.idempotency import payload_of
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.state.memory import Memory, tensor_in
+from flashpoint_server.engine.state.memory import MappedMemory, tensor_in
 from flashpoint_server.ipc.bodies import (
     AppendTokens,
     CacheCall,
@@ -21,7 +21,7 @@ from flashpoint_server.ipc.messages import CacheRecord, Submit
 from flashpoint_server.refusal import Refusal
 
 
-def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Memory) -> list[CacheRecord]:
+def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: MappedMemory) -> list[CacheRecord]:
     """Execute a call, and return the affected caches. Raises Refusal, and MemoryError.
 
     `submit` says where the call's tensors are in the shared `memory`.
@@ -56,7 +56,7 @@ def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Memory) 
 
 def _export(
     store: CacheStore, terms: Terms, ids: tuple[int, ...], export: ExportTokens, submit: Submit,
-    memory: Memory,
+    memory: MappedMemory,
 ) -> None:  # fmt: skip
     """Copy a layer's tokens to the outputs. Raises Refusal 409 if they are not those in the range of `export`."""
     (cache,) = store.find(terms, ids)

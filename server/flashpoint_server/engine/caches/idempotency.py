@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flashpoint_contract.tensors import ITEMSIZE
 from flashpoint_server.engine.caches.cache import Terms
-from flashpoint_server.engine.state.memory import Memory
+from flashpoint_server.engine.state.memory import MappedMemory
 from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.ipc.bodies import PlacedTensor, encode
 from flashpoint_server.refusal import Refusal
@@ -60,7 +60,7 @@ class IdempotencyKeys:
             self._payloads.put(terms.owner, terms.key, terms.payload)
 
 
-def payload_of(call: Any, tensors: Iterable[PlacedTensor], memory: Memory) -> bytes:
+def payload_of(call: Any, tensors: Iterable[PlacedTensor], memory: MappedMemory) -> bytes:
     """Return the digest of a call's payload. `call` is the operation with its options; the tensors are in `memory`."""
     digest = hashlib.sha256(encode(call))
     for t in sorted(tensors, key=attrgetter("name")):

@@ -23,7 +23,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.engine.scheduling.waiting import Budget
-from flashpoint_server.engine.state.memory import Memory
+from flashpoint_server.engine.state.memory import MappedMemory
 from flashpoint_server.engine.state.saved import SavedForward
 from flashpoint_server.ipc.bodies import SLOT, PlacedTensor, PlannedCall, VerifyCall, encode, read_planned
 from flashpoint_server.ipc.messages import Channel, FromEngine, Submit, ToEngine
@@ -286,9 +286,9 @@ class EngineRequest:
         return body
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MappedMemory:
         """The shared memory in which its tensors lie."""
-        return Memory(self.worker.segments, self.submit.segment, self.submit.start)
+        return MappedMemory(self.worker.segments, self.submit.segment, self.submit.start)
 
     @property
     def mapped(self) -> bool:

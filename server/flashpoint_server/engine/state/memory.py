@@ -14,7 +14,7 @@ from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_server.ipc.bodies import SLOT, PlacedTensor
 
 
-class Memory(NamedTuple):
+class MappedMemory(NamedTuple):
     """The memory of a request: the mapped segments of its HTTP process by number, and the start of its slot."""
 
     segments: Mapping[int, mmap.mmap]
@@ -28,13 +28,13 @@ class Memory(NamedTuple):
         return self.segments[t.segment], t.offset
 
 
-def tensor_in(memory: Memory, t: PlacedTensor) -> Tensor:
+def tensor_in(memory: MappedMemory, t: PlacedTensor) -> Tensor:
     """Return a tensor as a view of shared memory; a bool tensor is a copy."""
     view = bytes_in(memory, t)
     return view.ne(0) if t.dtype == "bool" else view
 
 
-def bytes_in(memory: Memory, t: PlacedTensor) -> Tensor:
+def bytes_in(memory: MappedMemory, t: PlacedTensor) -> Tensor:
     """Like `tensor_in`, but bool as uint8: a caller may send any byte, and only 0 and 1 are defined for bool."""
     dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
     if not (count := math.prod(t.shape)):
