@@ -1,7 +1,7 @@
 """Plans: what the head of a message means, decided once for all messages that mean the same.
 
-`Message.check` checks the options of a message in any format. `Plans.of` checks names, dtypes and shapes, chooses the
-backend, predicts the cost and lays out the memory. A plan has nothing that varies from call to call (the values of
+`MessageHead.check` checks the options of a message in any format. `Plans.of` checks names, dtypes and shapes, chooses
+the backend, predicts the cost and lays out the memory. A plan has nothing that varies from call to call (the values of
 tensors, the dropout seed, ids, positions, the deadline) and nothing that belongs to a caller.
 """
 
@@ -71,7 +71,7 @@ class Plan(Layout):
         return replace(self, **vars(layout), call=call, packed=encode(call))
 
 
-class Message:
+class MessageHead:
     """The content of a head: options, and the names, dtypes and shapes of tensors, which may not have arrived yet.
 
     Requests with equal heads may share a message, so nothing in it may vary from call to call, or belong to a caller.
@@ -108,7 +108,9 @@ class Plans:
         self._device: DeviceInfo | None = None
         self._made: OrderedDict[Hashable, Plan] = OrderedDict()
 
-    def of(self, message: Message, device: DeviceInfo, beside: Beside = None, options: Options | None = None) -> Plan:
+    def of(
+        self, message: MessageHead, device: DeviceInfo, beside: Beside = None, options: Options | None = None
+    ) -> Plan:
         """Return the plan of a checked message. Raises Refusal 413 and 422.
 
         `options`, without a seed, replace those of the message.
@@ -135,7 +137,7 @@ class Plans:
 
 
 def _planned(
-    message: Message, chosen: Options, device: DeviceInfo, beside: Any, count: int, settings: Settings
+    message: MessageHead, chosen: Options, device: DeviceInfo, beside: Any, count: int, settings: Settings
 ) -> Plan:
     """Return the plan of a message with the options `chosen`, over `count` caches. Raises ProblemError, Refusal 413."""
     infos, options, left = dict(message.inputs), chosen, -1

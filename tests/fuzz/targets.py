@@ -47,7 +47,7 @@ from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.infer import HttpMessage
 from flashpoint_server.oip.inflated import InflatedBody
 from flashpoint_server.oip.memory_routes import Registration
-from flashpoint_server.plan import Message, Plan, Plans, apart, checked_options
+from flashpoint_server.plan import MessageHead, Plan, Plans, apart, checked_options
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import deadline_of, priority_of
 
@@ -157,7 +157,7 @@ def _raise(error: Exception) -> None:
 
 def planned(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Plan:
     """Return the plan of a plain call in the format `surface`. Raises Refusal."""
-    message = Message()
+    message = MessageHead()
     message.inputs, message.options, message.surface = tuple(tensors.items()), options, surface
     message.checked, _ = apart(checked_options(tensors, options, direction, "plain", surface)[0])
     message.direction = direction

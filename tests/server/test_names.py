@@ -5,8 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Class names of the server that the client or the contract may also have: FieldError is the name of a schema in
-# /openapi.json, and Exchange is private in the client.
-SHARED = {"FieldError", "Exchange"}
+# /openapi.json.
+SHARED = {"FieldError"}
 
 
 def class_names(folder):

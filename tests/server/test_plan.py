@@ -22,7 +22,7 @@ from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip import head as oip_head
 from flashpoint_server.oip.infer import HttpMessage
-from flashpoint_server.plan import Message, Plans
+from flashpoint_server.plan import MessageHead, Plans
 from flashpoint_server.refusal import Refusal
 from tests.fuzz.targets import CODECS, SETTINGS, body_of
 from tests.support.messages import message, normal, post
@@ -41,7 +41,7 @@ DEVICE = device()
 
 
 def checked(options, direction="forward", tensors=QKV, surface="json"):
-    one = Message()
+    one = MessageHead()
     one.inputs, one.options, one.surface = tensors, options, surface
     one.check(direction)
     return one

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AwareDatetime, Field, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
 
-from flashpoint_contract.schemas.shapes import Answer, Direction, Number, Request, Shape
+from flashpoint_contract.schemas.shapes import Answer, Asked, Direction, Number, Shape
 from flashpoint_contract.timing import is_noisy
 
 TimedDtype = Literal["float16", "bfloat16", "float32"]
@@ -22,7 +22,7 @@ ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 _GRID = ("shapes", "dtypes", "causal", "directions")
 
 
-class BenchmarkRequest(Request):
+class BenchmarkRequest(Asked):
     """A grid to time: every shape in every dtype, mask and direction on every backend; or a preset's own cases."""
 
     preset: Preset | None = Field(

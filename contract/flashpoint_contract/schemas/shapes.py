@@ -36,13 +36,13 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Request(BaseModel):
+class Asked(BaseModel):
     """Part of a request. Strict: nothing is coerced, and an unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Shape(Request):
+class Shape(Asked):
     """The sizes of an attention problem in any layout. By default, sizes of k and v equal those of q."""
 
     batch: Size = Field(default=1, description="sequences, B")

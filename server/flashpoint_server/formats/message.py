@@ -25,7 +25,7 @@ from flashpoint_server.http.request import Request
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE
-from flashpoint_server.plan import Message, refuse_invalid
+from flashpoint_server.plan import MessageHead, refuse_invalid
 from flashpoint_server.refusal import LONGEST_NAME, MOST_ERRORS, Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -35,7 +35,7 @@ _LONGEST = 8192  # maximum characters of a string in an option
 _NUMBER = 25  # upper bound for the bytes of a float and its comma; those of -1.2345678806304932e-05 are 24
 
 
-class TensorMessage(Message, ABC):
+class TensorMessage(MessageHead, ABC):
     """A message with the way to its tensors."""
 
     in_regions = False  # whether some of its tensors, or of the answer, are in shared memory of the caller

@@ -18,13 +18,13 @@ from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
 from flashpoint_server.ipc.memory import NamedMemory
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price
-from flashpoint_server.plan import Message, Plans, check_size
+from flashpoint_server.plan import MessageHead, Plans, check_size
 from flashpoint_server.refusal import Refusal
 from tests.support.admitted import Entered
 
 
 def message_of(infos, options, direction):
-    one = Message()
+    one = MessageHead()
     one.inputs, one.checked, one.direction = tuple(infos.items()), options, direction
     return one
 
