@@ -4,8 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= $(or $(FLASHPOINT_PORT),8000)
 PYTEST := $(BIN)/python -m pytest
-# Bytecode is made when a module is first imported: to compile all 21,000 at once takes two minutes.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: help help-all install serve test test-slow test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-call gpu-serve gpu-wheels gpu-compiled image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz faults
 
