@@ -134,6 +134,13 @@ def test_messages_with_the_same_head_are_one_and_know_their_plan():
     assert first is one.plan is made.of(other, DEVICE)
     again = device("tiled")
     assert made.of(one, again) is one.plan is not first
+    over_caches = checked({"caches": ["a"]})
+    of_layer = made.of(over_caches, DEVICE, LAYER)
+    assert (
+        made.of(over_caches, DEVICE, LAYER._replace(dtype="int8"))
+        is not of_layer
+        is made.of(over_caches, DEVICE, LAYER)
+    )
     with pytest.raises(Refusal, match="do: missing"):
         made.of(read_safetensors("qkv", "backward"), DEVICE)
     assert read_safetensors("qkv").direction == "forward"

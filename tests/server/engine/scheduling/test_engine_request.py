@@ -84,6 +84,7 @@ def test_calls_of_a_plan_share_it_and_each_slot_keeps_its_parts_until_a_segment_
     assert ask(planned(slot, dropout_p=0.5), 0, 0)[1] is not ask(planned(slot, dropout_p=0.5), 0, 0)[1]
     del cuts[:]
     peer.detach(0)
+    assert {segment for _, segment, _ in peer.placed} == {1}
     assert ask(planned(slot), 1, 0)[1] is other[1]
     assert ask(planned(in_region), 1, 0)[1] is elsewhere[1]
     peer.detach(2)
